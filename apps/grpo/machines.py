@@ -1,0 +1,109 @@
+"""Everything that runs in a GRPO run, and how each is made from the configuration."""
+
+import asyncio
+from dataclasses import asdict, dataclass
+
+from apps.grpo.config import GRPOConfig, ServiceConfig
+from forge.actors.generator import Generator
+from forge.actors.reference_model import ReferenceModel
+from forge.actors.replay_buffer import ReplayBuffer
+from forge.actors.trainer import TitanTrainer
+from forge.controller import ActorHandle, Service
+from forge.data import assets
+from forge.data.dataset import DatasetActor
+from forge.data.rewards import MathReward
+from forge.rl.grading import ComputeAdvantages, RewardActor
+from forge.rl.loss import GRPOLoss
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The actors and services of the loop."""
+
+    dataset: ActorHandle
+    policy: Service
+    reward: Service
+    ref_model: Service | None
+    advantages: Service
+    buffer: ActorHandle
+    trainer: ActorHandle
+
+
+async def start(config: GRPOConfig) -> Machines:
+    """Starts all machines at once; the first error is raised."""
+    folder = str(await asyncio.to_thread(assets.fetch, config.model))
+    services, training, grpo = config.services, config.training, config.grpo
+    model = {"hf_assets_path": folder}
+    loss = GRPOLoss(
+        clip_low=grpo.clip_low,
+        clip_high=grpo.clip_high,
+        beta=grpo.beta,
+        agg_type=grpo.agg_type,
+        horizon=grpo.max_tokens,
+        entropy_coef=training.entropy_coef,
+    )
+    starts = {
+        "dataset": DatasetActor.options(**where(services.dataset, "dataset")).as_actor(
+            **asdict(config.dataset), tokenizer=folder, seed=config.seed
+        ),
+        "policy": Generator.options(**where(services.generator, "generator")).as_service(
+            engine_config=engine_config(config, folder),
+            sampling_config={"n": grpo.n_samples, "max_tokens": grpo.max_tokens, "temperature": grpo.temperature},
+            seed=config.seed,
+        ),
+        "reward": RewardActor.options(**where(services.reward, "reward")).as_service(
+            reward_functions=[MathReward()]
+        ),
+        "advantages": ComputeAdvantages.options(**where(services.advantages, "advantages")).as_service(),
+        "buffer": ReplayBuffer.options(**where(services.replay_buffer, "replay_buffer")).as_actor(
+            batch_size=training.batch_size * grpo.n_samples // config.data_parallel_size,
+            max_policy_age=config.max_policy_age,
+            dp_size=config.data_parallel_size,
+            sync_interval=training.sync_interval,
+        ),
+        "trainer": TitanTrainer.options(**where(services.trainer, "trainer")).as_actor(
+            model=model,
+            optimizer={"name": "AdamW", "lr": training.learning_rate, "weight_decay": training.weight_decay},
+            lr_scheduler={"warmup_steps": training.warmup_steps},
+            training={
+                "seq_len": training.seq_len,
+                "dtype": training.dtype,
+                "gradient_accumulation_steps": training.gradient_accumulation_steps,
+                "max_grad_norm": training.max_grad_norm,
+                "steps": config.steps,
+            },
+            parallelism=asdict(config.parallelism),
+            loss=loss,
+            seed=config.seed,
+        ),
+    }
+    if services.ref_model is not None:
+        starts["ref_model"] = ReferenceModel.options(**where(services.ref_model, "ref_model")).as_service(
+            model=model,
+            training={"seq_len": training.seq_len, "dtype": training.dtype},
+            parallelism={"data_parallel_shard_degree": services.ref_model.num_procs},
+        )
+    started = await asyncio.gather(*starts.values())
+    return Machines(**{"ref_model": None, **dict(zip(starts, started, strict=True))})
+
+
+def where(service: ServiceConfig, name: str) -> dict:
+    """A service's keys as arguments of `ForgeActor.options`."""
+    return {**asdict(service), "mesh_name": service.mesh_name or name}
+
+
+def engine_config(config: GRPOConfig, folder: str) -> dict:
+    """vLLM's arguments: what other keys decide, then what the user sets."""
+    engine = config.generator
+    derived = {
+        "model": folder,
+        "dtype": config.training.dtype,
+        "max_model_len": config.training.seq_len,
+        "tensor_parallel_size": config.services.generator.num_procs,
+        "enforce_eager": engine.enforce_eager,
+        "max_num_seqs": engine.max_num_seqs,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+    }
+    if engine.kv_cache_memory_gb is not None:
+        derived["kv_cache_memory_bytes"] = int(engine.kv_cache_memory_gb * 1e9)
+    return {**derived, **engine.engine}

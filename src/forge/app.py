@@ -1,0 +1,128 @@
+"""run_app: from a command line to a finished run, with its folder, its metrics and its exit code."""
+
+import asyncio
+import dataclasses
+
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from forge.config import Loaded, describe
+from forge.controller import Runtime
+from forge.errors import ForgeError
+from forge.observability.console import ConsoleSink
+from forge.observability.jsonl import JSONLSink
+from forge.observability.logs import configure_logging
+from forge.observability.report import draw_report, summarize
+from forge.observability.tracker import Sink, Tracker
+from forge.observability.wandb import WandbSink
+
+
+
+
+class LoggingConfig(Protocol):
+    """Where metrics go beside the console and metrics.jsonl."""
+
+    @property
+    def wandb(self) -> bool: ...
+    @property
+    def project(self) -> str: ...
+    @property
+    def run_name(self) -> str | None: ...
+
+
+class AppConfig(Protocol):
+    """What every app's configuration has."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def output_dir(self) -> str: ...
+    @property
+    def logging(self) -> LoggingConfig: ...
+
+
+C = TypeVar("C", bound=AppConfig)
+
+
+class Run:
+    """One run of an app: its folder, and a line of metrics for each step."""
+
+    def __init__(self, config: AppConfig) -> None:
+        self.folder = Path(config.output_dir) / time.strftime("%Y%m%d-%H%M%S")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.yaml").write_text(describe(config))
+        sinks: list[Sink] = [JSONLSink(self.folder / "metrics.jsonl"), ConsoleSink(config.steps)]
+        if config.logging.wandb:
+            values = dataclasses.asdict(config)  # pyright: ignore[reportArgumentType]
+            sinks.append(WandbSink(config.logging.project, config.logging.run_name, values, self.folder))
+        self._tracker = Tracker(sinks)
+        self._last = time.perf_counter()
+
+    async def report(self, step: int) -> None:
+        """Collects what all processes recorded since the last step and hands it to every sink."""
+        values = await Runtime.current().drain_metrics()
+        now = time.perf_counter()
+        values["time/step_s"] = now - self._last
+        self._last = now
+        if "generator/num_tokens" in values:
+            values["throughput/tokens_per_s"] = values["generator/num_tokens"] / values["time/step_s"]
+        self._tracker.log(step, values)
+
+    def started(self) -> None:
+        """Steps are timed from here on: what came before was the start of the machines."""
+        self._last = time.perf_counter()
+
+    def close(self) -> None:
+        """Ends the output; draws the report when there was a step."""
+        self._tracker.close()
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.stat().st_size:
+            draw_report(metrics, self.folder / "report.png")
+            print(f"{summarize(metrics)}\nfiles: {self.folder}/ (metrics.jsonl, report.png)", flush=True)
+
+
+def run_app(
+    main: Callable[[C, Run], Awaitable[None]],
+    load: Callable[[Sequence[str]], Loaded[C]],
+    placement: Callable[[C], str],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Runs `main` with the configuration of the command line; returns the exit code.
+
+    0: done. 1: failed. 2: the user asked for something that can't be. 130: Ctrl-C or SIGTERM. A ForgeError is
+    told in one line; any other exception with its traceback.
+    """
+    configure_logging()
+    try:
+        loaded = load(sys.argv[1:] if argv is None else argv)
+        if loaded.dry_run:
+            print(f"{describe(loaded.config)}\n{placement(loaded.config)}")
+            return 0
+        asyncio.run(_run(main, loaded.config))
+    except ForgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception:  # told to the user in full, and the exit code says so
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+async def _run(main: Callable[[C, Run], Awaitable[None]], config: C) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async with Runtime():
+        run = Run(config)
+        try:
+            await main(config, run)
+        finally:
+            run.close()

@@ -1,0 +1,47 @@
+"""The only door to Monarch: sets what must be set before its import, then names what forge uses of it."""
+
+import os
+
+# Monarch polls for dead processes; by default a death is noticed after up to 10 s, a frozen one after 60 s.
+for _key, _value in {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "2s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "2s",
+    # how long a stop waits for an actor that is busy before its process is killed
+    "HYPERACTOR_CLEANUP_TIMEOUT": "1s",
+    "HYPERACTOR_STOP_ACTOR_TIMEOUT": "1s",
+    "HYPERACTOR_REMOTE_STOP_GRACE_PERIOD": "1s",
+    "HYPERACTOR_MESH_TERMINATE_TIMEOUT": "1s",
+    "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "1s",
+}.items():
+    os.environ.setdefault(_key, _value)
+
+import monarch.actor as monarch_actor  # noqa: E402
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
+from monarch.actor import (  # noqa: E402
+    Actor,
+    ActorError,
+    MeshFailure,
+    ProcMesh,
+    ValueMesh,
+    concurrent_endpoint,
+    current_rank,
+    current_size,
+    shutdown_context,
+    this_host,
+)
+
+__all__ = [
+    "Actor",
+    "ActorError",
+    "MeshFailure",
+    "ProcMesh",
+    "SupervisionError",
+    "ValueMesh",
+    "concurrent_endpoint",
+    "current_rank",
+    "current_size",
+    "monarch_actor",
+    "shutdown_context",
+    "this_host",
+]

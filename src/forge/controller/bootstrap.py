@@ -1,0 +1,17 @@
+"""What happens in a new process before anything heavy is imported: its rank, its device, its threads."""
+
+import os
+
+from forge.controller._monarch import current_rank
+
+
+def bootstrap(env: dict[str, str], gpus: list[int] | None) -> None:
+    """Sets the environment of one process of a mesh.
+
+    OpenMP reads its settings when torch is first imported, CUDA when it is first used: both later than this.
+    """
+    rank = current_rank().rank
+    os.environ.update(env)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    if gpus is not None:
+        os.environ.update(CUDA_VISIBLE_DEVICES=str(gpus[rank]), LOCAL_RANK="0")

@@ -1,0 +1,57 @@
+"""Every error that forge raises on purpose: one message with the rule, the value and the fix."""
+
+from typing import Any
+
+
+class ForgeError(Exception):
+    """Base of all errors that forge raises. Takes one message, so that it can travel between actors."""
+
+    exit_code = 1
+
+
+class ConfigError(ForgeError):
+    """The user asked for something that can't be: an unknown key, a wrong type, an impossible value."""
+
+    exit_code = 2
+
+
+class NotEnoughGPUs(ConfigError):
+    """More GPUs are asked for than are free."""
+
+
+class AssetError(ConfigError):
+    """A model folder, GGUF file or tokenizer can't be found or is incomplete."""
+
+
+class DatasetError(ConfigError):
+    """A dataset can't be found, is empty, or has no such column."""
+
+
+class PromptTooLong(ForgeError):
+    """A prompt has more tokens than the engine takes."""
+
+
+class RewardError(ForgeError):
+    """A reward function raised; the message names the function, the prompt and the error."""
+
+
+class ActorFailure(ForgeError):
+    """An actor or all replicas of a service can't serve."""
+
+
+class ReplicaLost(ActorFailure):
+    """The process of a replica is gone."""
+
+
+class FanoutError(ActorFailure):
+    """Replicas failed in a fanout; the message names each, `results` holds the others' by index."""
+
+    results: dict[int, Any] = {}  # noqa: RUF012 - replaced, never changed
+
+
+class WeightsMissing(ForgeError):
+    """A version of the weights was asked for that is not, or no longer, in the store."""
+
+
+class WeightsMismatch(ForgeError):
+    """Weights that arrived differ from those that were published: name, shape, dtype or fingerprint."""

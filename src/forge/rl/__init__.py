@@ -1,0 +1,1 @@
+"""The algorithm: grading, advantages, collation, losses and the loops that join them."""
