@@ -14,10 +14,10 @@ from typing import Protocol, TypeVar
 from forge.config import Loaded, describe
 from forge.controller import Runtime
 from forge.errors import ForgeError
-from forge.observability.console import ConsoleSink
+from forge.observability.console import console_sink
 from forge.observability.jsonl import JSONLSink
 from forge.observability.logs import configure_logging
-from forge.observability.report import draw_report, summarize
+from forge.observability.report import draw_report, read_metrics, summarize
 from forge.observability.tracker import Sink, Tracker
 from forge.observability.wandb import WandbSink
 
@@ -56,7 +56,7 @@ class Run:
         self.folder = Path(config.output_dir) / time.strftime("%Y%m%d-%H%M%S")
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(describe(config))
-        sinks: list[Sink] = [JSONLSink(self.folder / "metrics.jsonl"), ConsoleSink(config.steps)]
+        sinks: list[Sink] = [JSONLSink(self.folder / "metrics.jsonl"), console_sink(config.steps)]
         if config.logging.wandb:
             values = dataclasses.asdict(config)  # pyright: ignore[reportArgumentType]
             sinks.append(WandbSink(config.logging.project, config.logging.run_name, values, self.folder))
@@ -80,10 +80,10 @@ class Run:
     def close(self) -> None:
         """Ends the output; draws the report when there was a step."""
         self._tracker.close()
-        metrics = self.folder / "metrics.jsonl"
-        if metrics.stat().st_size:
-            draw_report(metrics, self.folder / "report.png")
-            print(f"{summarize(metrics)}\nfiles: {self.folder}/ (metrics.jsonl, report.png)", flush=True)
+        rows = read_metrics(self.folder / "metrics.jsonl")
+        if rows:
+            draw_report(rows, self.folder / "report.png")
+        print(f"{summarize(rows)}; files: {self.folder}/", flush=True)
 
 
 def run_app(

@@ -52,16 +52,27 @@ class GRPOLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """logits [N, T, V]; target_ids, generator_logprobs, loss_mask, ref_logprobs [N, T]; advantages [N]
         or [N, T]. Returns the loss (a scalar) and its parts, detached."""
-        if self.beta > 0 and ref_logprobs is None:
-            raise ConfigError(
-                f"grpo.beta is {self.beta}, but there are no reference log-probabilities: set it to 0"
-            )
-        advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
         logprobs = compute_logprobs(logits, target_ids)
+        with torch.set_grad_enabled(self.entropy_coef != 0 and torch.is_grad_enabled()):
+            entropy = compute_entropy(logits)
+        return self.from_logprobs(logprobs, entropy, advantages, generator_logprobs, loss_mask, ref_logprobs)
+
+    def from_logprobs(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        advantages: Tensor,
+        generator_logprobs: Tensor,
+        loss_mask: Tensor,
+        ref_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same from the targets' log-probabilities and the entropies [N, T]: no logits need be kept."""
+        if self.beta > 0 and ref_logprobs is None:
+            raise ConfigError(f"grpo.beta is {self.beta}, but there are no reference log-probabilities: set it to 0")
+        advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
         ratio = compute_ratio(logprobs, generator_logprobs, loss_mask)
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-        policy = self._aggregate(per_token, loss_mask)
+        policy = self._aggregate(-torch.minimum(ratio * advantages, clipped * advantages), loss_mask)
         loss = policy
         metrics = {"policy": policy.detach()}
         if ref_logprobs is not None:
@@ -69,13 +80,11 @@ class GRPOLoss:
             metrics["kl"] = aggregate(kl.detach(), loss_mask, "token_mean")
             if self.beta > 0:
                 loss = loss + self.beta * self._aggregate(kl, loss_mask)
-        with torch.set_grad_enabled(self.entropy_coef != 0):
-            entropy = compute_entropy(logits)
-        metrics["entropy"] = aggregate(entropy.detach(), loss_mask, "token_mean")
         if self.entropy_coef != 0:
             loss = loss - self.entropy_coef * self._aggregate(entropy, loss_mask)
         with torch.no_grad():
-            gap = (torch.where(loss_mask.bool(), logprobs - generator_logprobs, 0.0)).abs()
+            gap = (logprobs - generator_logprobs).abs()
+            metrics["entropy"] = aggregate(entropy, loss_mask, "token_mean")
             metrics["ratio_mean"] = aggregate(ratio, loss_mask, "token_mean")
             metrics["ratio_max"] = ratio.max()
             metrics["clip_frac"] = aggregate((clipped != ratio).float(), loss_mask, "token_mean")

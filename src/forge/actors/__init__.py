@@ -1,0 +1,1 @@
+"""One file for each machine in the loop."""

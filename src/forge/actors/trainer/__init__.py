@@ -1,0 +1,5 @@
+"""[5] The trainer: TitanTrainer and its parts."""
+
+from forge.actors.trainer.titan import TitanTrainer
+
+__all__ = ["TitanTrainer"]

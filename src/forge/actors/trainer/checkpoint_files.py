@@ -1,0 +1,113 @@
+"""Weights in a Hugging Face folder: strict reading into a sharded model, writing back."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from forge.errors import AssetError
+
+INDEX = "model.safetensors.index.json"
+TIED = ("lm_head.weight", "model.embed_tokens.weight")
+# What a model folder holds beside its weights: config, tokenizer, chat template, generation defaults.
+COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+
+
+def load_weights(names: Mapping[str, Tensor], folder: Path) -> None:
+    """Fills tensors, by their Hugging Face names, from the folder's safetensors files.
+
+    Each process reads the files itself and keeps its shards. Raises AssetError naming the first tensor that
+    is missing, unknown or of another shape.
+    """
+    found: set[str] = set()
+    for name, tensor in _stored(folder):
+        if name.endswith("rotary_emb.inv_freq"):  # written by old versions of transformers, computed today
+            continue
+        if name == TIED[0] and name not in names:
+            _check_tied(folder, tensor)
+            continue
+        if name not in names:
+            raise AssetError(f"{folder} holds {name}, which a model of its config.json does not have")
+        _copy(tensor, names[name], name, folder)
+        found.add(name)
+    missing = sorted(set(names) - found)
+    if missing:
+        raise AssetError(
+            f"{folder} lacks {len(missing)} weights that its config.json asks for, first {missing[0]}"
+        )
+
+
+def save_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Whole tensors by Hugging Face names -> safetensors files; those of an earlier export are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (*folder.glob("*.safetensors"), *folder.glob(INDEX)):
+        stale.unlink()
+    save_torch_state_dict({name: t.contiguous() for name, t in tensors.items()}, folder)
+
+
+def save_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copies what stands beside the weights in `source`; config.json says which dtype they have now."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern)}):
+        if path.name != INDEX:
+            shutil.copy(path, folder / path.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        files = [
+            folder / name
+            for name in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        ]
+    if not files:
+        raise AssetError(f"{folder} holds no .safetensors files")
+    for path in files:
+        if not path.is_file():
+            raise AssetError(f"{folder} lacks {path.name}, which its {INDEX} names")
+        with safe_open(path, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118  safe_open is no mapping
+                yield name, stored.get_tensor(name)
+
+
+def _check_tied(folder: Path, head: Tensor) -> None:
+    """A tied model may store its head once more, as long as it is the same."""
+    embedding = next((tensor for name, tensor in _stored(folder) if name == TIED[1]), None)
+    if embedding is not None and not torch.equal(head, embedding):
+        raise AssetError(f"{folder}: config.json ties {TIED[0]} to {TIED[1]}, but the two differ")
+
+
+@torch.no_grad()
+def _copy(stored: Tensor, target: Tensor, name: str, folder: Path) -> None:
+    if stored.shape != target.shape:
+        raise AssetError(
+            f"{name} in {folder} has shape {list(stored.shape)}, config.json asks for {list(target.shape)}"
+        )
+    if isinstance(target, DTensor):
+        # every process has the whole tensor: it cuts its shard without asking another
+        whole = stored.to(target.to_local().device, target.dtype)
+        shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(shard.to_local())
+    else:
+        target.copy_(stored)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor or all shards of one (a collective: every process must call it), detached."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Parameters of a model, tied ones once, all shards together."""
+    return sum(p.numel() for p in module.parameters())

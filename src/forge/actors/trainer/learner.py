@@ -1,0 +1,119 @@
+"""One rank's part of a training step: gradients gathered over micro-batches and ranks, then an update."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forge.actors.trainer.checkpoint_files import save_companions, save_weights, whole
+from forge.actors.trainer.loss_pass import Loss, as_floats, loss_of, normalizer_of
+from forge.actors.trainer.micro_batch import MicroBatch, count, name_episodes, split_micro_batches, to_device
+from forge.actors.trainer.options import TrainerOptions
+from forge.actors.trainer.sharded import ShardedModel
+from forge.actors.trainer.tally import Tally
+from forge.actors.trainer.update import Update
+from forge.data_models import ForwardBackwardResult, TrainTargets
+from forge.errors import ForgeError
+
+
+class Learner:
+    """Model, loss and optimizer of one rank. Every rank must make the same calls in the same order."""
+
+    def __init__(
+        self, folder: Path, options: TrainerOptions, loss: Loss, *, world_size: int, seed: int
+    ) -> None:
+        self.model = ShardedModel(
+            folder, options.training, options.parallelism, world_size=world_size, seed=seed
+        )
+        self.loss = loss
+        self.accumulation_steps = options.training.gradient_accumulation_steps
+        self._update = Update(self.model.module, options.optimizer, options.lr_scheduler, options.training)
+        self._pending: list[TrainTargets] = []  # those whose gradients wait for an update
+
+    def forward_backward(self, batches: Sequence[MicroBatch]) -> ForwardBackwardResult:
+        """Adds the gradient of one batch, given as every rank's part of it.
+
+        Raises ForgeError, on every rank, naming the episodes whose loss is not finite; gathered gradients are
+        then dropped.
+        """
+        normalize_by = normalizer_of(self.loss)
+        total = sum(count(targets, normalize_by) for _, targets in batches)
+        if total == 0:
+            raise ForgeError("a batch without a single unmasked target can't be trained on")
+        # on every rank the same number, as sharded passes need
+        n = min(self.accumulation_steps, *(len(inputs.input_ids) for inputs, _ in batches))
+        tally = Tally()
+        for part in split_micro_batches(*batches[self.model.dp_rank], n):
+            weight = count(part[1], normalize_by) / total
+            loss, metrics = loss_of(self.model, self.loss, to_device(part, self.model.device))
+            (loss * weight).backward()
+            tally.add(float(loss.detach()), as_floats(metrics), weight)
+        self._pending += [targets for _, targets in batches]
+        tallies = self._gather(tally)
+        self._check_losses(tallies, batches, n)
+        everything = Tally.merge(tallies)
+        everything.metrics["num_tokens"] = float(sum(count(targets, "tokens") for _, targets in batches))
+        return ForwardBackwardResult(sum(everything.losses), everything.metrics)
+
+    def optim_step(self) -> dict[str, float]:
+        """Updates the weights: grad_norm (before clipping) and lr.
+
+        Raises ForgeError naming the episodes when the gradient is not finite; the weights are left alone.
+        """
+        if not self._pending:
+            raise ForgeError("optim_step needs a forward_backward before it")
+        grad_norm = self._update.clip()
+        if not math.isfinite(grad_norm):
+            names = name_episodes(self._pending)
+            self._forget()
+            raise ForgeError(f"the gradient {names} is not finite: the weights were left as they were")
+        lr = self._update.step()
+        self._pending = []
+        return {"grad_norm": grad_norm, "lr": lr}
+
+    @torch.no_grad()
+    def copy_weights(self) -> dict[str, Tensor]:
+        """The weights, or this rank's shards, by Hugging Face names in the computing dtype; the next step
+        does not touch them."""
+        return {
+            name: t.detach().to(self.model.dtype, copy=True) for name, t in self.model.hf_tensors().items()
+        }
+
+    @torch.no_grad()
+    def export(self, folder: Path, *, write: bool) -> None:
+        """A Hugging Face folder in the computing dtype; one rank writes it, all must call."""
+        dtype = self.model.dtype
+        tensors = {name: whole(t.to(dtype)).cpu() for name, t in self.model.hf_tensors().items()}
+        if write:
+            save_weights(tensors, folder)
+            save_companions(self.model.folder, folder, dtype)
+        if dist.is_initialized():
+            dist.barrier()
+
+    def _gather(self, tally: Tally) -> list[Tally]:
+        """The tallies of all data-parallel ranks, in their order."""
+        if self.model.dp_mesh is None:
+            return [tally]
+        tallies: list[Tally] = [tally] * self.model.dp_size
+        dist.all_gather_object(tallies, tally, group=self.model.dp_mesh.get_group())
+        return tallies
+
+    def _check_losses(self, tallies: Sequence[Tally], batches: Sequence[MicroBatch], n: int) -> None:
+        bad = [
+            split_micro_batches(*batch, n)[i][1]
+            for batch, tally in zip(batches, tallies, strict=True)
+            for i, loss in enumerate(tally.losses)
+            if not math.isfinite(loss)
+        ]
+        if bad:
+            self._forget()
+            raise ForgeError(
+                f"the loss {name_episodes(bad)} is not finite: the weights were left as they were"
+            )
+
+    def _forget(self) -> None:
+        self._update.zero_grad()
+        self._pending = []

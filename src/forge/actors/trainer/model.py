@@ -1,0 +1,202 @@
+"""A Hugging Face config.json -> a torchtitan ModelSpec that computes the same function.
+
+Llama, Qwen2, Qwen3 and Mistral differ in biases, norms and rotary frequencies only, so one block, Qwen3's,
+serves all, with rotary embeddings in Hugging Face's layout and separate q, k and v projections: weights are
+then renamed, never permuted or cut, under any sharding.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from forge.actors._titan import (
+    CosSinRoPE,
+    Embedding,
+    GQAttention,
+    Linear,
+    ModelSpec,
+    QKVLinear,
+    Qwen3Model,
+    Qwen3StateDictAdapter,
+    Qwen3TransformerBlock,
+    RMSNorm,
+    make_ffn_config,
+    parallelize_qwen3,
+    pipeline_llm,
+    skip_param_init,
+)
+from forge.actors.trainer.attention import TreeAttention
+from forge.errors import AssetError, ConfigError
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def read_hf_config(folder: Path) -> PretrainedConfig:
+    """The config.json of a model folder. Raises AssetError without one, ConfigError for an unknown type."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise AssetError(f"a model folder must hold config.json, {folder} does not")
+    raw = json.loads(path.read_text())
+    model_type = raw.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise ConfigError(
+            f"model_type in {path} must be one of {', '.join(MODEL_TYPES)}, got {model_type!r}: "
+            "choose a model of one of these families"
+        )
+    return AutoConfig.for_model(**raw)
+
+
+def model_spec(config: PretrainedConfig, seq_len: int) -> ModelSpec:
+    """The torchtitan model of a Hugging Face config, for positions below `seq_len`.
+
+    Raises ConfigError naming the field where torchtitan's block can't compute what the config asks for.
+    """
+    _check(config, seq_len)
+    tied = bool(config.tie_word_embeddings)
+    weight = partial(nn.init.normal_, std=config.initializer_range)
+    model = Qwen3Model.Config(
+        dim=config.hidden_size,
+        vocab_size=config.vocab_size,
+        enable_weight_tying=tied,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=config.vocab_size,
+            embedding_dim=config.hidden_size,
+            param_init={"weight": skip_param_init if tied else weight},
+        ),
+        norm=_norm(config, config.hidden_size),
+        lm_head=_linear(config, config.hidden_size, config.vocab_size),
+        layers=[_layer(config, seq_len) for _ in range(config.num_hidden_layers)],
+    )
+    return ModelSpec(
+        name=config.model_type,
+        flavor=f"{config.num_hidden_layers}x{config.hidden_size}",
+        model=model,
+        parallelize_fn=parallelize_qwen3,
+        pipelining_fn=pipeline_llm,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=HFNames,
+    )
+
+
+def _check(config: PretrainedConfig, seq_len: int) -> None:
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    qkv_bias = getattr(config, "attention_bias", False) and config.model_type != "qwen2"
+    head_ratio = config.num_attention_heads % (config.num_key_value_heads or config.num_attention_heads)
+    for field, wrong, need in (
+        ("sliding_window", sliding, "full attention (sliding_window: null)"),
+        ("attention_bias", qkv_bias, "attention_bias: false"),
+        ("mlp_bias", getattr(config, "mlp_bias", False), "mlp_bias: false"),
+        ("hidden_act", config.hidden_act != "silu", 'hidden_act: "silu"'),
+        ("num_key_value_heads", head_ratio, "a divisor of num_attention_heads"),
+        ("attention_dropout", getattr(config, "attention_dropout", 0.0), "attention_dropout: 0"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"the trainer can't compute {field}={getattr(config, field)!r} of this {config.model_type} "
+                f"model: it takes {need}"
+            )
+    if seq_len > config.max_position_embeddings:
+        raise ConfigError(
+            f"training.seq_len is {seq_len}, but the model takes at most {config.max_position_embeddings} "
+            "positions: lower it"
+        )
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type != "default" and (
+        rope_type not in ROPE_INIT_FUNCTIONS or rope_type in ("dynamic", "longrope")
+    ):
+        raise ConfigError(
+            f"rope_type {rope_type!r} depends on the length of the text: it can't be trained here"
+        )
+
+
+def _layer(config: PretrainedConfig, seq_len: int) -> Qwen3TransformerBlock.Config:
+    dim, num_heads = config.hidden_size, config.num_attention_heads
+    num_kv_heads = config.num_key_value_heads or num_heads
+    head_dim = getattr(config, "head_dim", None) or dim // num_heads
+    bias = config.model_type == "qwen2"
+    init = _linear_init(config)
+    return Qwen3TransformerBlock.Config(
+        attention_norm=_norm(config, dim),
+        ffn_norm=_norm(config, dim),
+        attention=GQAttention.Config(
+            dim=dim,
+            n_heads=num_heads,
+            n_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            qkv_linear=QKVLinear.Config(
+                head_dim=head_dim,
+                wq=_linear(config, dim, num_heads * head_dim, bias),
+                wkv=_linear(config, dim, num_kv_heads * head_dim, bias),
+            ),
+            wo=_linear(config, num_heads * head_dim, dim),
+            qk_norm=_norm(config, head_dim) if config.model_type == "qwen3" else None,
+            inner_attention=TreeAttention.Config(),
+            rope=HFRoPE.Config(
+                dim=head_dim,
+                max_seq_len=seq_len,
+                theta=config.rope_parameters["rope_theta"],
+                hf_config=config.to_dict(),
+            ),
+        ),
+        feed_forward=make_ffn_config(
+            dim=dim, hidden_dim=config.intermediate_size, w1_param_init=init, w2w3_param_init=init
+        ),
+    )
+
+
+def _linear_init(config: PretrainedConfig) -> dict[str, Any]:
+    return {"weight": partial(nn.init.normal_, std=config.initializer_range), "bias": nn.init.zeros_}
+
+
+def _linear(config: PretrainedConfig, fan_in: int, fan_out: int, bias: bool = False) -> Linear.Config:
+    return Linear.Config(in_features=fan_in, out_features=fan_out, bias=bias, param_init=_linear_init(config))
+
+
+def _norm(config: PretrainedConfig, size: int) -> RMSNorm.Config:
+    return RMSNorm.Config(
+        normalized_shape=size, eps=config.rms_norm_eps, param_init={"weight": nn.init.ones_}
+    )
+
+
+class HFRoPE(CosSinRoPE):
+    """Rotary embeddings with transformers' own frequencies: every fixed scaling (linear, llama3, yarn) is
+    theirs to the bit."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        hf_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    config: Config
+
+    def _precompute_cache(self) -> Tensor:
+        """[max_seq_len, 2 * head_dim]: cosines, then sines."""
+        config = AutoConfig.for_model(**self.config.hf_config)
+        rope_type = config.rope_parameters.get("rope_type", "default")
+        dim, theta = self.config.dim, self.config.theta
+        if rope_type == "default":
+            frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2).float() / dim))
+            factor = 1.0
+        else:
+            frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.get_default_device())
+        steps = torch.arange(self.config.max_seq_len, dtype=frequencies.dtype, device=frequencies.device)
+        angles = torch.outer(steps, frequencies).float()
+        angles = torch.cat([angles, angles], dim=-1)
+        return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=-1)
+
+
+class HFNames(Qwen3StateDictAdapter):
+    """torchtitan's names <-> Hugging Face's, Qwen2's biases included."""
+
+    def __init__(self, model_config: Qwen3Model.Config, hf_assets_path: str | None) -> None:
+        super().__init__(model_config, hf_assets_path)
+        for hf, titan in (("q", "wq"), ("k", "wk"), ("v", "wv")):
+            hf_name = f"model.layers.{{}}.self_attn.{hf}_proj.bias"
+            self.from_hf_map[hf_name] = f"layers.{{}}.attention.qkv_linear.{titan}.bias"

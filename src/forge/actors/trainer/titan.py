@@ -1,0 +1,149 @@
+"""[5] TitanTrainer: episodes in, better weights out. torchtitan's model, sharding, optimizer and schedule."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from forge.actors.trainer.micro_batch import MicroBatch, from_text
+from forge.actors.trainer.options import trainer_options
+from forge.controller import ForgeActor, endpoint
+from forge.data import assets
+from forge.data_models import ForwardBackwardResult, TextTrainBatch, TrainInputs, TrainTargets
+from forge.errors import ConfigError, ForgeError
+from forge.observability import record
+
+if TYPE_CHECKING:
+    from forge.actors.trainer.learner import Learner
+    from forge.actors.trainer.loss_pass import Loss
+
+Inputs = Sequence[TrainInputs | TextTrainBatch]
+Targets = Sequence[TrainTargets] | None
+
+
+class TitanTrainer(ForgeActor):
+    """Trains a model, each rank on its own share of every batch; all ranks hold the same weights afterwards.
+
+    `inputs` and `targets` of its endpoints have one element for each data-parallel rank, and every rank gets
+    them all. A loss is a mean over sequences, or over tokens where its attribute `normalize_by` is "tokens";
+    a micro-batch is weighted by its share of them, so that neither micro-batches nor processes change the
+    gradient.
+    """
+
+    compute_bound: ClassVar[bool] = True
+    learner: "Learner"
+
+    def __init__(
+        self,
+        model: Mapping[str, Any] | str | Path,
+        loss: "Loss",
+        optimizer: Mapping[str, Any] | None = None,
+        lr_scheduler: Mapping[str, Any] | None = None,
+        training: Mapping[str, Any] | None = None,
+        parallelism: Mapping[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """The keys of each section stand in forge.actors.trainer.options; the folder decides the model.
+
+        loss: `(logits, target_ids, advantages, generator_logprobs, loss_mask, ref_logprobs)` to
+        `(loss, metrics)`, with float32 logits [N, T, V] already divided by the temperature of the sampling.
+        One that also has `from_logprobs` (see loss_pass.LogprobsLoss) is called by that, spared the logits.
+        Raises ConfigError naming an unknown key or a wrong value.
+        """
+        if not callable(loss):
+            raise ConfigError(
+                f"loss must be callable, got {loss!r}: give GRPOLoss() or one with its signature"
+            )
+        self.config = trainer_options(
+            model,
+            optimizer=optimizer or {},
+            lr_scheduler=lr_scheduler or {},
+            training=training or {},
+            parallelism=parallelism or {},
+        )
+        self.config.parallelism.check(self.world_size)
+        self.loss = loss
+        self.seed = seed
+
+    async def setup(self) -> None:
+        """Builds, shards and loads the model."""
+        self.learner = await self.run_blocking(self._build)
+
+    def _build(self) -> "Learner":
+        from forge.actors.trainer.learner import Learner  # takes seconds: torchtitan
+
+        folder = assets.fetch(self.config.model.hf_assets_path)
+        return Learner(folder, self.config, self.loss, world_size=self.world_size, seed=self.seed)
+
+    async def teardown(self) -> None:
+        """Leaves the other ranks."""
+        await self.run_blocking(self.learner.model.close)
+
+    @endpoint
+    async def train_step(self, inputs: Inputs, targets: Targets = None) -> ForwardBackwardResult:
+        """One optimizer step on one batch; the metrics also hold grad_norm, lr and num_tokens.
+
+        Raises ForgeError naming the episodes where the loss or the gradient is not finite; the weights are
+        then those of before.
+        """
+        result = await self.run_blocking(self.learner.forward_backward, self._batches(inputs, targets))
+        update = await self.run_blocking(self.learner.optim_step)
+        self._record(result, update)
+        return ForwardBackwardResult(result.loss, {**result.metrics, **update})
+
+    @endpoint
+    async def forward_backward(self, inputs: Inputs, targets: Targets = None) -> ForwardBackwardResult:
+        """Adds one batch's gradient to those gathered since the last `optim_step`."""
+        result = await self.run_blocking(self.learner.forward_backward, self._batches(inputs, targets))
+        self._record(result, {})
+        return result
+
+    @endpoint
+    async def optim_step(self) -> dict[str, float]:
+        """Clips the gathered gradients, updates the weights, advances the schedule: grad_norm and lr."""
+        update = await self.run_blocking(self.learner.optim_step)
+        if self.rank == 0:
+            record("trainer", **update)
+        return update
+
+    @endpoint
+    async def push_weights(self, version: int) -> None:
+        """Publishes the weights as they are now, by their Hugging Face names, in `training.dtype`."""
+        from forge.weights import publish  # takes seconds: TorchStore
+
+        tensors = await self.run_blocking(self.learner.copy_weights)
+        await publish(version, tensors, rank=self.rank, world_size=self.world_size)
+
+    @endpoint
+    async def export(self, folder: str) -> None:
+        """Writes a Hugging Face folder, in `training.dtype`, that transformers and vLLM load."""
+        await self.run_blocking(self.learner.export, Path(folder), write=self.rank == 0)
+
+    def _batches(self, inputs: Inputs, targets: Targets) -> list[MicroBatch]:
+        """Every rank's batch, checked; text becomes rows of one segment."""
+        dp_size, size = self.learner.model.dp_size, self.config.training.local_batch_size
+        if len(inputs) != dp_size or (targets is not None and len(targets) != dp_size):
+            got = f"{len(inputs)} inputs" + (f" and {len(targets)} targets" if targets is not None else "")
+            raise ForgeError(
+                f"the trainer has {dp_size} data-parallel ranks and needs a batch for each, got {got}"
+            )
+        batches: list[MicroBatch] = []
+        for i, given in enumerate(inputs):
+            if isinstance(given, TextTrainBatch):
+                batches.append(from_text(given))
+            elif targets is None:
+                raise ForgeError("TrainInputs need TrainTargets beside them")
+            else:
+                batches.append((given, targets[i]))
+        for _, given in batches:
+            if size is not None and len(given.target_ids) != size:
+                raise ForgeError(
+                    f"training.local_batch_size is {size}, but a rank got {len(given.target_ids)} sequences"
+                )
+        return batches
+
+    def _record(self, result: ForwardBackwardResult, update: dict[str, float]) -> None:
+        """One rank speaks for all: results are those of the whole batch."""
+        if self.rank == 0:
+            parts = dict(result.metrics)
+            record("trainer", num_tokens=parts.pop("num_tokens"), **update)
+            record("loss", total=result.loss, **parts)

@@ -1,0 +1,1 @@
+"""[1] Data: where models, questions and scores come from."""

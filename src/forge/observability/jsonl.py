@@ -1,0 +1,25 @@
+"""JSONLSink: a file with one JSON object a step."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class JSONLSink:
+    """Writes `{"step": 1, "time": seconds since 1970, "reward/mean": 0.5, ...}`, one line a step, flushed.
+
+    An earlier file of that name is replaced. NaN and infinity are written as NaN and Infinity, which
+    Python's json reads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,96 @@
+"""What a run reached, from its metrics.jsonl: a picture and a sentence."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from forge.errors import ForgeError
+
+Row = dict[str, Any]
+"""One step: "step", "time" and the metrics by name."""
+
+PANELS = (  # title, metric, color
+    ("Mean reward", "reward/mean", "#2a7f62"),
+    ("KL to the reference (nats per token)", "loss/kl", "#b5482a"),
+    ("Entropy (nats per token)", "loss/entropy", "#7b5ea7"),
+    ("Step time (s)", "time/step_s", "#35618f"),
+)
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a metrics.jsonl. ForgeError where it is missing or has a broken line."""
+    if not path.is_file():
+        raise ForgeError(f"there is no metrics file {path}")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ForgeError(f"{path}, line {number} is not JSON: {error}") from error
+    return rows
+
+
+def summarize(rows: Sequence[Row]) -> str:
+    """One sentence: mean reward of the first 3 and the last 10 steps, their number, and the minutes."""
+    if not rows:
+        return "no step was finished"
+    minutes = (rows[-1]["time"] - rows[0]["time"] + rows[0].get("time/step_s", 0.0)) / 60
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    reached = "no reward was recorded"
+    if rewards:
+        first, last = rewards[:3], rewards[-10:]
+        reached = (
+            f"mean reward {sum(first) / len(first):.3f} (first {len(first)}) to "
+            f"{sum(last) / len(last):.3f} (last {len(last)})"
+        )
+    return f"{reached} in {len(rows)} steps, {minutes:.1f} min"
+
+
+def draw_report(rows: Sequence[Row], image: Path, title: str = "") -> Path:
+    """Draws reward, KL, entropy and step time over the steps as a PNG; returns its path.
+
+    Faint: each step; bold: the running mean over a tenth of the run, at most 10 steps. A metric that was not
+    recorded leaves its panel empty, and says so.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.4), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle("\n".join(part for part in (title, summarize(rows)) if part), fontsize=12)
+    for axes, (name, metric, color) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        _draw_panel(axes, rows, name, metric, color)
+    image.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image, dpi=130)
+    return image
+
+
+def _draw_panel(axes: Any, rows: Sequence[Row], name: str, metric: str, color: str) -> None:
+    axes.set_title(name, loc="left", fontsize=11, color="#333333")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("step", color="#555555")
+    axes.tick_params(colors="#555555", labelsize=9)
+    points = [(row["step"], row[metric]) for row in rows if metric in row and math.isfinite(row[metric])]
+    if not points:
+        axes.text(
+            0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color="#999999"
+        )
+        axes.set(xticks=[], yticks=[])
+        return
+    steps, values = zip(*points, strict=True)
+    window = max(1, min(10, len(values) // 10))
+    axes.plot(steps, values, color=color, alpha=0.3, linewidth=1, marker="." if len(values) < 40 else None)
+    axes.plot(steps, _running_mean(values, window), color=color, linewidth=2.2)
+    axes.margins(x=0.02)
+    if min(values) >= 0:
+        share_of_one = metric == "reward/mean" and max(values) <= 1
+        axes.set_ylim(0, 1.02 if share_of_one else None)
+
+
+def _running_mean(values: Sequence[float], window: int) -> list[float]:
+    recent = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in recent]

@@ -1,0 +1,208 @@
+"""The keys of the GRPO app, the YAML files it ships, and where a run would be placed."""
+
+from pathlib import Path
+
+import pytest
+
+from apps.grpo.config import DEFAULT_CONFIG, SHORTHANDS, GRPOConfig, load_config, placement
+from forge.config import describe
+from forge.errors import ConfigError
+
+FOLDER = DEFAULT_CONFIG.parent
+MODELS = ["smollm2_135m", "qwen3_1_7b", "qwen3_8b", "llama3_8b"]
+# query heads, key-value heads, hidden size, vocabulary: config.json of each model on the hub
+SHAPES = {
+    "smollm2_135m": (9, 3, 576, 49152),
+    "qwen3_1_7b": (16, 8, 2048, 151936),
+    "qwen3_8b": (32, 8, 4096, 151936),
+    "llama3_8b": (32, 8, 4096, 128256),
+}
+
+
+def config_of(*argv: str, model: str = "smollm2_135m") -> GRPOConfig:
+    return load_config(["--config", str(FOLDER / f"{model}.yaml"), *argv]).config
+
+
+def error_of(*argv: str, model: str = "smollm2_135m") -> str:
+    with pytest.raises(ConfigError) as caught:
+        config_of(*argv, model=model)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_shipped_file_extends_base_and_loads(model: str) -> None:
+    text = (FOLDER / f"{model}.yaml").read_text()
+    assert "extends: base.yaml" in text
+    assert config_of(model=model).model
+
+
+def test_no_shipped_file_was_forgotten() -> None:
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted(["base", *MODELS])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tensor_parallelism_divides_the_shapes_of_the_real_model(model: str) -> None:
+    config = config_of(model=model)
+    for size in (config.services.generator.procs, config.parallelism.tensor_parallel_degree):
+        assert [dim % size for dim in SHAPES[model]] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("model", ["qwen3_1_7b", "qwen3_8b", "llama3_8b"])
+def test_a_gpu_file_gives_each_model_its_gpus(model: str) -> None:
+    services = config_of(model=model).services
+    assert services.ref_model is not None
+    assert services.generator.with_gpus and services.trainer.with_gpus and services.ref_model.with_gpus
+    assert not services.reward.with_gpus
+
+
+def test_the_default_run_needs_no_gpu_and_no_hub() -> None:
+    config = load_config([]).config
+    assert not any(service.with_gpus for service in config.services.present().values())
+    assert config.model.startswith("pkg://") and config.dataset.path.startswith("reasoning_gym/")
+
+
+def test_the_documented_command_line_sets_the_services() -> None:
+    config = config_of("--trainer.procs", "4", "--generator.procs", "4", model="qwen3_1_7b")
+    assert config.services.trainer.procs == config.services.generator.procs == 4
+    assert config.data_parallel_size == 4
+
+
+def test_sections_of_the_same_name_keep_their_own_keys() -> None:
+    config = config_of("--generator.max_num_seqs", "3", "--dataset.split", "test", "--dataset.mesh_name", "d")
+    assert config.generator.max_num_seqs == 3
+    assert config.dataset.split == "test"
+    assert config.services.dataset.mesh_name == "d"
+
+
+def test_no_key_means_both_a_section_and_a_service() -> None:
+    config = load_config([]).config
+    for name in SHORTHANDS:
+        section = getattr(config, name, None)
+        assert section is None or not set(section.__slots__) & set(config.services.generator.__slots__)
+
+
+def test_users_keys_of_the_design_are_all_accepted(tmp_path: Path) -> None:
+    (tmp_path / "user.yaml").write_text("""
+model: "Qwen/Qwen2.5-7B-Instruct"
+dataset:  {path: "openai/gsm8k", split: "train", streaming: true}
+training: {batch_size: 4, learning_rate: 1e-6, seq_len: 4096, dtype: bfloat16, gradient_accumulation_steps: 2,
+           sync_interval: 1, entropy_coef: 0.0}
+grpo:     {n_samples: 8, clip_low: 0.2, clip_high: 0.28, beta: 0.1, temperature: 0.7}
+parallelism: {tensor_parallel_degree: 2, pipeline_parallel_degree: 1, data_parallel_shard_degree: 2}
+services: {generator: {procs: 1, num_replicas: 1, with_gpus: true}, trainer: {procs: 4, with_gpus: true},
+           ref_model: {with_gpus: false}}
+""")
+    config = load_config(["--config", str(tmp_path / "user.yaml")]).config
+    assert config.data_parallel_size == 2
+    assert config.training.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("argv", "procs", "expected"),
+    [
+        ([], 6, 6),
+        (["--parallelism.tensor_parallel_degree", "2"], 6, 3),
+        (["--parallelism.data_parallel_replicate_degree", "2"], 4, 4),  # 2 copies x what is left: 2
+        (
+            ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.tensor_parallel_degree", "3"],
+            6,
+            2,
+        ),
+        (["--trainer.hosts", "2"], 3, 6),
+    ],
+)
+def test_data_parallel_size_is_what_the_other_degrees_leave(
+    argv: list[str], procs: int, expected: int
+) -> None:
+    config = config_of("--trainer.procs", str(procs), "--training.batch_size", "12", *argv)
+    assert config.data_parallel_size == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (
+            ["--trainer.procs", "4", "--parallelism.data_parallel_shard_degree", "3"],
+            "services.trainer has 4 processes, but parallelism wants "
+            "tensor 1 x pipeline 1 x replicate 1 x shard 3 = 3: set services.trainer.procs to 3",
+        ),
+        (
+            ["--trainer.procs", "3", "--parallelism.tensor_parallel_degree", "2"],
+            "services.trainer has 3 processes, but parallelism wants tensor 2 x pipeline 1 x replicate 1 x "
+            "shard -1 (what is left), a multiple of 2",
+        ),
+        (
+            ["--trainer.procs", "2", "--training.gradient_accumulation_steps", "3"],
+            "training.batch_size 8 can't be split evenly: 2 data-parallel ranks x "
+            "training.gradient_accumulation_steps 3 = 6; make it a multiple of 6, for example 12",
+        ),
+        (
+            ["--parallelism.pipeline_parallel_degree", "2"],
+            "parallelism.pipeline_parallel_degree 2 is not supported",
+        ),
+        (
+            ["--parallelism.tensor_parallel_degree", "0"],
+            "parallelism.tensor_parallel_degree must be at least 1",
+        ),
+        (["--services.ref_model", "null"], "grpo.beta is 0.02, but there is no reference model"),
+        (
+            ["--grpo.max_tokens", "128"],
+            "grpo.max_tokens 128 leaves no room for a prompt in training.seq_len 128",
+        ),
+        (["--training.sync_interval", "4"], "max_policy_age 1 is too small for training.sync_interval 4"),
+        (["--grpo.n_samples", "1"], "grpo.n_samples must be at least 2, got 1"),
+        (["--grpo.temperature", "0"], "grpo.temperature must be above 0, got 0.0"),
+        (["--grpo.clip_low", "1.5"], "grpo.clip_low must lie in [0, 1], got 1.5"),
+        (
+            ["--grpo.agg_type", "mean"],
+            "grpo.agg_type must be one of fixed_horizon, token_mean, sequence_mean",
+        ),
+        (["--training.learning_rate", "0"], "training.learning_rate must be above 0, got 0.0"),
+        (["--training.dtype", "float16"], "training.dtype must be one of bfloat16, float32, got 'float16'"),
+        (["--generator.procs", "0"], "services.generator.procs must be at least 1, got 0"),
+        (["--trainer.num_replicas", "2"], "services.trainer.num_replicas must be 1, got 2"),
+        (["--replay_buffer.procs", "2"], "services.replay_buffer must be one process, got 2"),
+        (
+            ["--generator.gpu_memory_utilization", "1.5"],
+            "generator.gpu_memory_utilization must lie in (0, 1]",
+        ),
+        (["--generator.kv_cache_memory_gb", "0"], "generator.kv_cache_memory_gb must be above 0"),
+        (
+            ["--generator.engine.dtype", "float16"],
+            "generator.engine.dtype has its own key: set training.dtype",
+        ),
+        (["--dataset.path", "openai/gsm8k"], "dataset.options are arguments of a reasoning-gym task"),
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--model", "null"], "model must be text"),
+    ],
+)
+def test_an_impossible_value_names_its_key_and_the_arithmetic(argv: list[str], expected: str) -> None:
+    assert expected in error_of(*argv)
+
+
+def test_without_a_reference_model_beta_may_be_zero() -> None:
+    config = config_of("--services.ref_model", "null", "--grpo.beta", "0")
+    assert config.services.ref_model is None
+    assert "ref_model" not in config.services.present()
+
+
+def test_the_resolved_configuration_loads_to_itself(tmp_path: Path) -> None:
+    config = config_of(model="qwen3_8b")
+    (tmp_path / "resolved.yaml").write_text(describe(config))
+    assert load_config(["--config", str(tmp_path / "resolved.yaml")]).config == config
+
+
+def test_placement_lists_every_service_and_counts_gpus() -> None:
+    table = placement(config_of("--generator.num_replicas", "3", model="qwen3_8b"))
+    rows = {line.split()[0]: line for line in table.splitlines()}
+    assert "3 x 1 x 2" in rows["generator"] and "6 GPUs" in rows["generator"]
+    assert "4 GPUs" in rows["trainer"] and rows["ref_model"].endswith("1 GPU")
+    assert rows["reward"].endswith("CPU")
+    assert table.endswith("11 GPUs in all")
+
+
+def test_placement_leaves_out_an_absent_reference_and_says_when_no_gpu_is_used() -> None:
+    table = placement(config_of("--services.ref_model", "null", "--grpo.beta", "0"))
+    assert "ref_model" not in table
+    assert table.endswith("no GPUs")
