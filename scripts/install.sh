@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs forge and its whole stack into .venv. Safe to run again: it does nothing when nothing is missing.
 #   ./scripts/install.sh          picks CUDA where an NVIDIA driver is present, CPU elsewhere
-#   FORGE_VARIANT=cpu|gpu|rocm    decides it by hand;  FORGE_PYTHON=python3.12 names the interpreter
+#   FORGE_VARIANT=cpu|gpu|rocm    decides it by hand (for ROCm use install_rocm.sh);  FORGE_PYTHON=python3.12 names the interpreter
 #   FORGE_EXTRAS=demo,dev,docs    what is installed beside forge itself (default: demo,dev)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -41,15 +41,11 @@ links=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-$(.venv/bin/python -m pip config get gl
 export UV_FIND_LINKS=${links// /,}
 overrides=(--override scripts/requirements/overrides.txt --override "scripts/requirements/overrides-$variant.txt")
 backend=()
-case $variant in
-cpu)
-    # The CPU build of torch is not on PyPI. Where no folder of wheels has it, take PyTorch's own index.
-    if ! .venv/bin/uv pip compile -q --no-deps --python .venv/bin/python - <<<"torch==2.13.0+cpu" >/dev/null 2>&1; then
-        backend=(--torch-backend cpu)
-    fi
-    ;;
-rocm) backend=(--torch-backend "${FORGE_ROCM_BACKEND:-auto}") ;;
-esac
+# The CPU build of torch is not on PyPI. Where no folder of wheels has it, take PyTorch's own index.
+if [ "$variant" = cpu ] &&
+    ! .venv/bin/uv pip compile -q --no-deps --python .venv/bin/python - <<<"torch==2.13.0+cpu" >/dev/null 2>&1; then
+    backend=(--torch-backend cpu)
+fi
 
 echo "install: forge[$variant,$extras] into .venv (about 3 minutes the first time)"
 .venv/bin/uv pip install --python .venv/bin/python "${overrides[@]}" "${backend[@]}" -e ".[$variant,$extras]" ||

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs forge and its stack for AMD GPUs into .venv: install.sh with vLLM's ROCm build. Takes its variables too.
 #   FORGE_ROCM=rocm722        the ROCm build to take; by default the one that vLLM's index has of the pinned version
-#   FORGE_ROCM_INDEX=URL      where those wheels lie (default: https://wheels.vllm.ai/rocm)
+#   FORGE_ROCM_INDEX=URL      where those wheels lie: the address that vLLM's installation page gives for ROCm
 # vLLM's ROCm wheels exist for Python 3.12 only, bring their own torch and triton, and are not on PyPI.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,7 +9,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { printf 'install_rocm: %s\n' "$*" >&2; exit 1; }
 
 export FORGE_VARIANT=rocm FORGE_PYTHON=${FORGE_PYTHON:-python3.12}
-index=${FORGE_ROCM_INDEX:-https://wheels.vllm.ai/rocm}
+index=${FORGE_ROCM_INDEX:-}
+[ -n "$index" ] || fail "set FORGE_ROCM_INDEX to the index of vLLM's ROCm wheels (the address without a version):" \
+    "https://docs.vllm.ai/en/latest/getting_started/installation/gpu names it"
 version=$(sed -n 's/^ *gpu = \["vllm==\([0-9.]*\)".*/\1/p' pyproject.toml)
 [ -n "$version" ] || fail "pyproject.toml names no version of vllm in its extra 'gpu'"
 

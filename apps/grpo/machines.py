@@ -48,7 +48,11 @@ async def start(config: GRPOConfig) -> Machines:
         ),
         "policy": Generator.options(**where(services.generator, "generator")).as_service(
             engine_config=engine_config(config, folder),
-            sampling_config={"n": grpo.n_samples, "max_tokens": grpo.max_tokens, "temperature": grpo.temperature},
+            sampling_config={
+                "n": grpo.n_samples,
+                "max_tokens": grpo.max_tokens,
+                "temperature": grpo.temperature,
+            },
             seed=config.seed,
         ),
         "reward": RewardActor.options(**where(services.reward, "reward")).as_service(

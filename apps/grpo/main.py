@@ -42,7 +42,10 @@ async def rollout(m: Machines, config: GRPOConfig) -> None:
 async def grade(m: Machines, prompt: str, completions: list[Completion], target: str) -> list[float]:
     """The reward of each completion."""
     return await asyncio.gather(
-        *(m.reward.evaluate_response.route(prompt=prompt, response=c.text, target=target) for c in completions)
+        *(
+            m.reward.evaluate_response.route(prompt=prompt, response=c.text, target=target)
+            for c in completions
+        )
     )
 
 

@@ -25,7 +25,9 @@ GOALS = {"samples_per_s": 3.0}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="3 steps only")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=4, help="prompts a step")
@@ -103,7 +105,8 @@ def run_trl(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     peak = run_measured("TRL", [python, ROOT / "scripts/bench/trl_rival.py", path, out], folder / "trl.log")
     lines = read_lines(out)
     steps = [
-        {**line, "seconds": line["time"] - before["time"]} for before, line in zip(lines, lines[1:], strict=False)
+        {**line, "seconds": line["time"] - before["time"]}
+        for before, line in zip(lines, lines[1:], strict=False)
     ]
     return {"steps": steps, "peak_gb": peak}
 
@@ -126,7 +129,9 @@ def run_forge(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         "seed": settings["seed"],
     }
     command = [sys.executable, "-m", "apps.grpo.main", "--config", ROOT / "apps/grpo/smollm2_135m.yaml"]
-    peak = run_measured("forge", [*command, *(f"{k}={v}" for k, v in overrides.items())], folder / "forge.log")
+    peak = run_measured(
+        "forge", [*command, *(f"{k}={v}" for k, v in overrides.items())], folder / "forge.log"
+    )
     [metrics] = out.glob("*/metrics.jsonl")
     per_step = settings["batch_size"] * settings["n_samples"]
     steps = [

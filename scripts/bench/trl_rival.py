@@ -42,7 +42,13 @@ def main(settings_path: str, out_path: str) -> None:
 
         def write(self, step: int) -> None:
             mean = sum(rewards) / len(rewards) if rewards else None
-            line = {"step": step, "time": time.time(), "reward": mean, "tokens": sum(tokens), "samples": len(rewards)}
+            line = {
+                "step": step,
+                "time": time.time(),
+                "reward": mean,
+                "tokens": sum(tokens),
+                "samples": len(rewards),
+            }
             print(json.dumps(line), file=self.file, flush=True)
             rewards.clear()
             tokens.clear()

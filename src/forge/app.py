@@ -22,8 +22,6 @@ from forge.observability.tracker import Sink, Tracker
 from forge.observability.wandb import WandbSink
 
 
-
-
 class LoggingConfig(Protocol):
     """Where metrics go beside the console and metrics.jsonl."""
 
@@ -56,10 +54,11 @@ class Run:
         self.folder = Path(config.output_dir) / time.strftime("%Y%m%d-%H%M%S")
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(describe(config))
-        sinks: list[Sink] = [JSONLSink(self.folder / "metrics.jsonl"), console_sink(config.steps)]
+        sinks: list[Sink] = [JSONLSink(self.folder / "metrics.jsonl")]
         if config.logging.wandb:
             values = dataclasses.asdict(config)  # pyright: ignore[reportArgumentType]
             sinks.append(WandbSink(config.logging.project, config.logging.run_name, values, self.folder))
+        sinks.append(console_sink(config.steps, str(self.folder)))  # last: it takes over the terminal
         self._tracker = Tracker(sinks)
         self._last = time.perf_counter()
 

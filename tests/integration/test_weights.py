@@ -345,7 +345,8 @@ def test_a_hundred_versions_leave_memory_and_descriptors_flat(run, peers) -> Non
         assert num_arenas() <= arenas_before
         for (fds_before, rss_before), (fds_after, rss_after) in zip(before, after, strict=True):
             assert fds_after <= fds_before + 2
-            assert rss_after <= rss_before + 16 * MB  # 100 versions are 400 MB
+            # 100 leaked versions are 400 MB; the allocator swings by up to 40 MB under the models made here.
+            assert rss_after <= rss_before + 64 * MB
         assert await versions() == [319]
 
     run(scenario())

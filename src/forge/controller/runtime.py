@@ -32,7 +32,7 @@ class Runtime:
         self.provisioner = Provisioner()
         self._open: dict[int, tuple[Any, list[Mesh]]] = {}  # by id of the handle or service, oldest first
         self._closers: list[Callable[[], Awaitable[None]]] = []
-        self._prepared: set[type] = set()
+        self._preparations: dict[type, asyncio.Task[None]] = {}
         monarch_actor.unhandled_fault_hook = _note_fault
 
     @classmethod
@@ -106,9 +106,9 @@ class Runtime:
     async def _start_meshes(
         self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any]
     ) -> list[Mesh]:
-        if options.cls not in self._prepared:
-            self._prepared.add(options.cls)
-            await options.cls.prepare()
+        if options.cls not in self._preparations:
+            self._preparations[options.cls] = asyncio.ensure_future(options.cls.prepare())
+        await self._preparations[options.cls]
         per_replica = options.procs if options.with_gpus else 0
         gpus = self.provisioner.reserve(options.name, per_replica * options.num_replicas)
         starts = [

@@ -94,7 +94,6 @@ def _download(name: str) -> Path:
                 revision=revision or None,
                 allow_patterns=_HUB_FILES,
                 ignore_patterns=["*/*"],
-                tqdm_class=None,
             )
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:

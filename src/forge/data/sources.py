@@ -88,8 +88,8 @@ def _make_task(task: str, split: str, options: Mapping[str, Any], seed: int) -> 
     for option in options:
         if option not in known:
             raise DatasetError(
-                f"dataset.options: reasoning-gym's {task} has no option {option!r}{_suggest(option, known)} "
-                f"It has {known}"
+                f"dataset.options: reasoning-gym's {task} has no option {option!r}{_suggest(option, known)}; "
+                f"it has {known}"
             )
     # Entry i is made from seed + i: neighbouring seeds would share nearly all entries, as would splits.
     settings = {
@@ -145,4 +145,4 @@ def _file_arguments(path: str, split: str) -> dict[str, Any] | None:
 
 def _suggest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""

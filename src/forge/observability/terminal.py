@@ -60,14 +60,12 @@ class CapturedTerminal:
         rest = b""
         while chunk := os.read(self._read_end, 1 << 16):
             rest += chunk
-            before, mark, after = rest.partition(MARK)
-            if mark:
-                self._hand_on(before)
-                self._caught_up.set()
-                rest = after
-            *lines, rest = rest.split(b"\n")
+            caught_up = MARK in rest
+            *lines, rest = rest.replace(MARK, b"\n").split(b"\n")
             for line in lines:
                 self._hand_on(line)
+            if caught_up:
+                self._caught_up.set()
 
     def _hand_on(self, line: bytes) -> None:
         # what a carriage return overwrote is not shown: progress bars redraw themselves that way

@@ -145,7 +145,7 @@ def test_data_parallel_size_is_what_the_other_degrees_leave(
             ["--parallelism.tensor_parallel_degree", "0"],
             "parallelism.tensor_parallel_degree must be at least 1",
         ),
-        (["--services.ref_model", "null"], "grpo.beta is 0.02, but there is no reference model"),
+        (["--services.ref_model", "null"], "but there is no reference model: add services.ref_model"),
         (
             ["--grpo.max_tokens", "128"],
             "grpo.max_tokens 128 leaves no room for a prompt in training.seq_len 128",

@@ -71,11 +71,15 @@ def test_four_processes_that_ask_at_once_share_one_conversion(gguf_file: Path, o
         )
         for number in range(4)
     ]
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while len(list(go.parent.glob("go.*"))) < 4:  # all four have imported what they need
         assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
         time.sleep(0.01)
     go.touch()
+    while any(process.poll() is None for process in processes):
+        for folder in (own_cache / "models").glob("tiny-" + "[0-9a-f]" * 12):
+            check_model_folder(folder)  # whoever sees the folder sees all of it
+        time.sleep(0.001)
     answers = {process.communicate(timeout=120)[0] for process in processes}
     assert [process.returncode for process in processes] == [0] * 4
     assert len(answers) == 1  # one folder, and the weights in it were written once

@@ -50,7 +50,7 @@ def test_the_model_speaks_like_the_original(made: Path, tiny_llama: Path) -> Non
             for folder in (made, tiny_llama)
         ]
     difference = (logits[0].log_softmax(-1) - logits[1].log_softmax(-1)).abs().mean()
-    assert difference < 0.05  # 0.9 where the query heads are left in the file's order
+    assert difference < 0.05  # 1.1 where the query heads are left in the file's order
 
 
 def test_config_generation_config_and_tokenizer_agree(made: Path) -> None:

@@ -117,11 +117,11 @@ def test_a_task_has_2000_rows_unless_told_otherwise() -> None:
     [
         ("nowhere/data.jsonl", {}, "no dataset file at nowhere/data.jsonl"),
         ("./nowhere", {}, "no dataset file at ./nowhere"),
-        ("reasoning_gym/chainsum", {}, "no task 'chainsum', did you mean 'chain_sum'"),
+        ("reasoning_gym/chainsum", {}, "no task 'chainsum' (did you mean 'chain_sum'?)"),
         (
             "reasoning_gym/chain_sum",
             {"options": {"min_term": 2}},
-            "no option 'min_term', did you mean 'min_terms'",
+            "no option 'min_term' (did you mean 'min_terms'?); it has ['min_terms'",
         ),
         (
             "reasoning_gym/chain_sum",

@@ -96,6 +96,7 @@ def _check(config: PretrainedConfig, seq_len: int) -> None:
         ("mlp_bias", getattr(config, "mlp_bias", False), "mlp_bias: false"),
         ("hidden_act", config.hidden_act != "silu", 'hidden_act: "silu"'),
         ("num_key_value_heads", head_ratio, "a divisor of num_attention_heads"),
+        ("quantization_config", hasattr(config, "quantization_config"), "unquantised weights"),
         ("attention_dropout", getattr(config, "attention_dropout", 0.0), "attention_dropout: 0"),
     ):
         if wrong:

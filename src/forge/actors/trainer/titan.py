@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge.actors.trainer.micro_batch import MicroBatch, from_text
 from forge.actors.trainer.options import trainer_options
-from forge.controller import ForgeActor, endpoint
+from forge.controller import ForgeActor, Runtime, endpoint
 from forge.data import assets
 from forge.data_models import ForwardBackwardResult, TextTrainBatch, TrainInputs, TrainTargets
 from forge.errors import ConfigError, ForgeError
@@ -64,6 +64,14 @@ class TitanTrainer(ForgeActor):
         self.loss = loss
         self.seed = seed
 
+    @classmethod
+    async def prepare(cls) -> None:
+        """Opens the store that weights are pushed to."""
+        from forge.weights import close_store, open_store
+
+        await open_store()
+        Runtime.current().on_close(close_store)
+
     async def setup(self) -> None:
         """Builds, shards and loads the model."""
         self.learner = await self.run_blocking(self._build)
@@ -107,11 +115,17 @@ class TitanTrainer(ForgeActor):
 
     @endpoint
     async def push_weights(self, version: int) -> None:
-        """Publishes the weights as they are now, by their Hugging Face names, in `training.dtype`."""
-        from forge.weights import publish  # takes seconds: TorchStore
+        """Publishes the weights as they are now, by their Hugging Face names, in `training.dtype`.
+
+        The store keeps the newest two versions, so that a slow reader of the one before still gets it.
+        """
+        from forge.weights import publish, retire, versions  # takes seconds: TorchStore
 
         tensors = await self.run_blocking(self.learner.copy_weights)
         await publish(version, tensors, rank=self.rank, world_size=self.world_size)
+        if self.rank == 0:
+            for old in [v for v in await versions() if v < version][:-1]:
+                await retire(old)
 
     @endpoint
     async def export(self, folder: str) -> None:

@@ -68,7 +68,9 @@ class GRPOLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The same from the targets' log-probabilities and the entropies [N, T]: no logits need be kept."""
         if self.beta > 0 and ref_logprobs is None:
-            raise ConfigError(f"grpo.beta is {self.beta}, but there are no reference log-probabilities: set it to 0")
+            raise ConfigError(
+                f"grpo.beta is {self.beta}, but there are no reference log-probabilities: set it to 0"
+            )
         advantages = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
         ratio = compute_ratio(logprobs, generator_logprobs, loss_mask)
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
