@@ -1,9 +1,9 @@
 """forge against TRL's GRPOTrainer: the same model, prompts, lengths, precision and number of steps, one run.
 
     .venv/bin/python scripts/bench/grpo_vs_trl.py [--quick] [--steps N] [--batch-size P]
-TRL gets an environment of its own (.bench/trl), made on first use. Both train on the same prompts in the same
-order with the same reward, learning rate, KL weight and clipping; one after the other on a machine that should be
-idle otherwise. Prints what it does and ends with one JSON line.
+TRL gets an environment of its own (.bench/trl), made on first use. Both train on the same prompts in the
+same order with the same reward, learning rate, KL weight and clipping; one after the other on a machine that
+should be idle otherwise. Prints what it does and ends with one JSON line.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,7 @@ def run_trl(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     path.write_text(json.dumps({**settings, "output_dir": str(folder / "trl")}))
     peak = run_measured("TRL", [python, ROOT / "scripts/bench/trl_rival.py", path, out], folder / "trl.log")
     lines = read_lines(out)
-    steps = [
-        {**line, "seconds": line["time"] - before["time"]}
-        for before, line in zip(lines, lines[1:], strict=False)
-    ]
+    steps = [{**line, "seconds": line["time"] - before["time"]} for before, line in pairwise(lines)]
     return {"steps": steps, "peak_gb": peak}
 
 
@@ -231,7 +229,7 @@ def report(ours: dict[str, Any], rival: dict[str, Any], settings: dict[str, Any]
         "peak_memory": t["peak_gb"] / f["peak_gb"],
     }
     settings = {k: v for k, v in settings.items() if k not in ("prompts", "model", "rewards_path")}
-    note = f"ratios: above 1 is better for forge; shared reward {shared:.3f} (mean of 5 steps); settings {settings}"
+    note = f"ratios above 1: forge is better; shared reward {shared:.3f} (mean of 5 steps); settings {settings}"
     result = {
         "bench": "grpo_vs_trl",
         "figures": rounded(figures),

@@ -1,4 +1,4 @@
-"""The rival's half of grpo_vs_trl: TRL's GRPOTrainer on the prompts of a JSON file. Runs in TRL's own environment.
+"""The rival's half of grpo_vs_trl: TRL's GRPOTrainer, in an environment of its own.
 
     python trl_rival.py SETTINGS.json OUT.jsonl
 writes a line a step: {"step", "time", "reward", "tokens"}; the first line, step 0, is when training starts.

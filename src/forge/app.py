@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-
 import signal
 import sys
 import time

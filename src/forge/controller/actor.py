@@ -1,4 +1,4 @@
-"""ForgeActor, the base of every machine in the loop, and `endpoint`, which makes a method callable from afar."""
+"""ForgeActor, the base of every machine in the loop, and `endpoint`, which marks what can be called."""
 
 import asyncio
 import functools

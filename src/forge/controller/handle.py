@@ -13,7 +13,8 @@ from forge.errors import ActorFailure, ForgeError, ReplicaLost
 class ActorHandle:
     """Endpoints of one actor mesh, as attributes.
 
-    Each has the verbs call, call_one, choose, broadcast (Monarch's) and route, fanout (a service's). A handle can be passed to other actors. Only the process that started the mesh can shut it down.
+    Each has the verbs call, call_one, choose, broadcast (Monarch's) and route, fanout (a service's). A handle
+    can be passed to other actors; only the process that started the mesh can shut it down.
     """
 
     def __init__(self, name: str, cls: type[ForgeActor], hosts: Any, num_procs: int) -> None:

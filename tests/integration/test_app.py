@@ -1,0 +1,162 @@
+"""The GRPO app as a user runs it: a command line, an exit code, files. A tiny random model, every part real."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from forge.controller.provisioner import is_running
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(model: Path, out: Path, *overrides: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/smollm2_135m.yaml"),
+        *(f"model={model}", f"output_dir={out}", "steps=3", "rollout_threads=4"),
+        *("training.batch_size=2", "grpo.n_samples=4", "training.dtype=float32", *overrides),
+    ]
+
+
+def run(*args: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def only_folder(out: Path) -> Path:
+    [folder] = out.iterdir()
+    return folder
+
+
+def descendants(pid: int) -> set[int]:
+    found, queue = set(), [pid]
+    while queue:
+        try:
+            for task in Path(f"/proc/{queue.pop()}/task").iterdir():
+                children = [int(child) for child in (task / "children").read_text().split()]
+                found |= set(children)
+                queue += children
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def test_a_run_trains_reports_and_exports(tiny_llama: Path, tmp_path: Path) -> None:
+    done = run(*command(tiny_llama, tmp_path / "out", "--training.learning_rate", "1e-3"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = only_folder(tmp_path / "out")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    first = rows[0]
+    assert abs(first["loss/kl"]) < 1e-3
+    assert abs(first["loss/ratio_mean"] - 1) < 0.02
+    assert first["loss/logprob_gap"] < 1e-3  # float32 on both sides
+    assert first["staleness/mean"] == 0 and all(row["staleness/age_max"] <= 1 for row in rows)
+    assert all(row["trainer/grad_norm"] >= 0 and row["generator/num_tokens"] > 0 for row in rows)
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert f"files: {folder}" in done.stdout and "in 3 steps" in done.stdout
+    # the exported model has moved away from the one it started from, and transformers reads it
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(tiny_llama).state_dict()
+    assert trained.keys() == before.keys()
+    assert any((trained[name] - before[name]).abs().max() > 0 for name in trained)
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template
+
+
+def test_a_reward_function_that_raises_ends_the_run_by_name(tiny_llama: Path, tmp_path: Path) -> None:
+    data = tmp_path / "words.jsonl"
+    data.write_text('{"question": "What is up?", "answer": "the sky"}\n' * 4)
+    overrides = (f"dataset.path={data}", "dataset.options=null")
+    done = run(*command(tiny_llama, tmp_path / "out", *overrides))
+    assert done.returncode in (1, 2), done.stderr[-3000:]
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "MathReward" in line and "What is up?" in line and "the sky" in line
+
+
+def test_a_prompt_that_is_too_long_ends_the_run_with_both_lengths(tiny_llama: Path, tmp_path: Path) -> None:
+    data = tmp_path / "long.jsonl"
+    data.write_text(json.dumps({"question": "one two three " * 60, "answer": "1"}) + "\n")
+    overrides = (f"dataset.path={data}", "dataset.options=null")
+    done = run(*command(tiny_llama, tmp_path / "out", *overrides))
+    assert done.returncode == 1, done.stderr[-3000:]
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "128" in line and "seq_len" in line
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_a_run_within_10_s_and_leave_nothing(
+    tiny_llama: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    out = tmp_path / "out"
+    log = (tmp_path / "log").open("w")
+    arguments = command(tiny_llama, out, "steps=100000")
+    process = subprocess.Popen(arguments, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+    deadline = time.monotonic() + 200
+    while not (out.is_dir() and (only_folder(out) / "metrics.jsonl").stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+        time.sleep(0.2)
+    children = descendants(process.pid)
+    assert len(children) >= 7
+    started = time.monotonic()
+    os.killpg(process.pid, how)  # as a terminal does it: the whole group
+    code = process.wait(timeout=60)
+    seconds = time.monotonic() - started
+    left = [pid for pid in children if is_running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert code == 130, (tmp_path / "log").read_text()[-3000:]
+    assert not left and seconds < 10
+    assert (only_folder(out) / "report.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--trainer.prcs", "4"], "did you mean trainer.procs?"),
+        (["training.batch_size=four"], "training.batch_size must be"),
+        (["--config", "nowhere.yaml"], "there is no config file"),
+        (["model=/nowhere"], "/nowhere"),
+        (["dataset.path=nowhere.jsonl", "dataset.options=null"], "nowhere.jsonl"),
+        (["dataset.target_column=solution"], "no column 'solution'"),
+        (["trainer.with_gpus=true", "trainer.procs=64", "training.batch_size=64"], "trainer wants 64 GPUs"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(
+    tiny_llama: Path, tmp_path: Path, overrides: list[str], words: str
+) -> None:
+    done = run(*command(tiny_llama, tmp_path / "out", *overrides))
+    assert done.returncode == 2, done.stderr[-3000:]
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert words in line
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_without_a_tokenizer_and_an_empty_dataset_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((tiny_llama / name).read_bytes())
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    for model, extra, words in (
+        (bare, (), "tokenizer"),
+        (tiny_llama, (f"dataset.path={empty}", "dataset.options=null"), "empty"),
+    ):
+        done = run(*command(model, tmp_path / "out", *extra))
+        assert done.returncode == 2, done.stderr[-3000:]
+        assert words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_dry_run_shows_configuration_and_placement_and_starts_nothing(tmp_path: Path) -> None:
+    done = run(
+        *(sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/qwen3_1_7b.yaml"),
+        *("--trainer.procs", "4", "--dry-run", f"output_dir={tmp_path / 'out'}"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "hf://Qwen/Qwen3-1.7B" in done.stdout and "4 GPUs" in done.stdout
+    assert not (tmp_path / "out").exists()
