@@ -229,7 +229,7 @@ def report(ours: dict[str, Any], rival: dict[str, Any], settings: dict[str, Any]
         "peak_memory": t["peak_gb"] / f["peak_gb"],
     }
     settings = {k: v for k, v in settings.items() if k not in ("prompts", "model", "rewards_path")}
-    note = f"ratios above 1: forge is better; shared reward {shared:.3f} (mean of 5 steps); settings {settings}"
+    note = f"ratios above 1: forge is better; shared reward {shared:.3f} (mean of 5 steps); {settings}"
     result = {
         "bench": "grpo_vs_trl",
         "figures": rounded(figures),

@@ -60,7 +60,7 @@ def run_ranks(out: Path, world_size: int, plans: list[dict[str, Any]]) -> list[O
 def outcomes(
     tiny_llama: Path, tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Outcome]:
-    """The outcome for a model on one process or, with a plan, on several; each pool of processes runs once."""
+    """The outcome for a model on one process or on several; each pool of processes runs once."""
     folders = {"llama, tied": str(tiny_llama), "qwen3, untied": str(tiny_qwen3)}
     pools = {1: [{}], 2: [FSDP, TENSOR, REPLICATE], 4: [FSDP | TENSOR]}
     found: dict[str, Outcome] = {}
@@ -108,4 +108,4 @@ def test_bfloat16_on_two_processes_stays_close_to_one(outcomes: Callable[..., Ou
     two, _ = outcomes("llama, tied", FSDP, "bfloat16").ranks
     for name, rel in (("loss", 0.05), ("grad_norm", 0.05)):
         assert two["steps"][0][name] == pytest.approx(one["steps"][0][name], rel=rel)
-    assert (torch.tensor(two["reference"]) - torch.tensor(one["reference"])).abs().mean() < 0.02
+    assert (torch.tensor(two["reference"]) - torch.tensor(one["reference"])).abs().mean() < 0.04

@@ -46,7 +46,7 @@ async def run(plan: dict[str, Any], exported: Path) -> dict[str, Any]:
     training = {"seq_len": 64, "dtype": plan.get("dtype", "float32"), "gradient_accumulation_steps": 2}
     shared = {"model": plan["folder"], "training": training, "parallelism": plan["parallelism"]}
     loss = GRPOLoss(beta=0.0, agg_type="token_mean")
-    trainer = as_rank(TitanTrainer, loss=loss, optimizer={"lr": 1e-3}, **shared)
+    trainer = as_rank(TitanTrainer, loss=loss, optimizer={"lr": 1e-3, "eps": 1e-6}, **shared)
     await trainer.setup()
     inputs, targets = batches(trainer.learner.model.dp_size)
     results = [await trainer.train_step(inputs, targets) for _ in range(2)]

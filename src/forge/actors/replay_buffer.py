@@ -30,8 +30,8 @@ class ReplayBuffer(ForgeActor):
             )
         if max_policy_age < sync_interval - 1:
             raise ConfigError(
-                f"max_policy_age={max_policy_age} is too small for sync_interval={sync_interval}: the policy is "
-                f"up to {sync_interval - 1} versions old before each update; raise it, or sync more often"
+                f"max_policy_age={max_policy_age} is too small for sync_interval={sync_interval}: the policy "
+                f"is up to {sync_interval - 1} versions old before each update; raise it, or sync more often"
             )
         self._batch_size = batch_size
         self._max_policy_age = max_policy_age

@@ -95,9 +95,14 @@ class ForgeActor:
         from forge.controller.options import ActorOptions
 
         return ActorOptions(
-            cls, procs=procs, hosts=hosts, with_gpus=with_gpus, num_replicas=num_replicas, mesh_name=mesh_name,
+            cls,
+            procs=procs,
+            hosts=hosts,
+            with_gpus=with_gpus,
+            num_replicas=num_replicas,
+            mesh_name=mesh_name,
             env=dict(env or {}),
-        )  # fmt: skip
+        )
 
     @classmethod
     async def as_service(cls, *args: Any, **kwargs: Any) -> "Service":

@@ -32,6 +32,7 @@ class Runtime:
         self.provisioner = Provisioner()
         self._open: dict[int, tuple[Any, list[Mesh]]] = {}  # by id of the handle or service, oldest first
         self._closers: list[Callable[[], Awaitable[None]]] = []
+        self._starts: set[asyncio.Task[list[Mesh]]] = set()  # not finished yet
         self._preparations: dict[type, asyncio.Task[None]] = {}
         monarch_actor.unhandled_fault_hook = _note_fault
 
@@ -53,14 +54,14 @@ class Runtime:
     async def start_actor(
         self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any]
     ) -> ActorHandle:
-        [mesh] = await self._start_meshes(options, args, kwargs)
+        [mesh] = await self._start(options, args, kwargs)
         self._open[id(mesh.handle)] = (mesh.handle, [mesh])
         return mesh.handle
 
     async def start_service(
         self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any]
     ) -> Service:
-        meshes = await self._start_meshes(options, args, kwargs)
+        meshes = await self._start(options, args, kwargs)
         service = Service(options.name, options.cls, meshes)
         self._open[id(service)] = (service, meshes)
         return service
@@ -88,6 +89,9 @@ class Runtime:
 
     async def _close_all(self) -> None:
         errors: list[BaseException] = []
+        for start in self._starts:
+            start.cancel()
+        await asyncio.gather(*self._starts, return_exceptions=True)
         meshes = [mesh for _, group in reversed(self._open.values()) for mesh in group]
         self._open.clear()
         outcomes = await asyncio.gather(
@@ -103,14 +107,21 @@ class Runtime:
         for error in errors:
             logger.warning("while closing: %s: %s", type(error).__name__, first_line(error))
 
+    async def _start(self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any]) -> list[Mesh]:
+        """Starts meshes in a task that `aclose` can end, should the caller have given up waiting for it."""
+        start = asyncio.ensure_future(self._start_meshes(options, args, kwargs))
+        self._starts.add(start)
+        start.add_done_callback(self._starts.discard)
+        return await start
+
     async def _start_meshes(
         self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any]
     ) -> list[Mesh]:
+        per_replica = options.procs if options.with_gpus else 0
+        gpus = self.provisioner.reserve(options.name, per_replica * options.num_replicas)
         if options.cls not in self._preparations:
             self._preparations[options.cls] = asyncio.ensure_future(options.cls.prepare())
         await self._preparations[options.cls]
-        per_replica = options.procs if options.with_gpus else 0
-        gpus = self.provisioner.reserve(options.name, per_replica * options.num_replicas)
         starts = [
             Mesh.start(
                 self.provisioner, options, gpus[i * per_replica : (i + 1) * per_replica], i, args, kwargs
