@@ -101,7 +101,10 @@ def run_app(
         if loaded.dry_run:
             print(f"{describe(loaded.config)}\n{placement(loaded.config)}")
             return 0
-        asyncio.run(_run(main, loaded.config))
+        try:
+            asyncio.run(_run(main, loaded.config))
+        finally:
+            Runtime.leave()
     except ForgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,123 +1,220 @@
-"""[2] Generator (prototype)."""
+"""[2] Generator: answers prompts with sampled completions, from weights that are exchanged while it runs."""
 
-import asyncio, itertools, os
+import asyncio
+import contextvars
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
 import torch
-from forge.controller import ForgeActor, endpoint
-from forge.data_models import Completion
+
+from forge.controller import ForgeActor, Runtime, endpoint
+from forge.data_models import Completion, Prompt
+from forge.errors import ConfigError, ForgeError
 from forge.observability import record
+from forge.weights import close_store, fetch, open_store
+
+if TYPE_CHECKING:
+    from forge.actors._vllm.engine import Engine
+    from forge.actors._vllm.engine_loop import EngineLoop
+    from forge.actors._vllm.worker import MeshWorker
 
 
 class Generator(ForgeActor):
+    """vLLM as an actor. Calls that overlap share one engine (continuous batching).
+
+    engine_config: by the names of vLLM's EngineArgs. `model` is a folder or any form that
+        `forge.data.assets.fetch` takes; it holds version 0 of the weights. With `tensor_parallel_size` and
+        `pipeline_parallel_size`, `procs` is their product.
+    sampling_config: by the names of vLLM's SamplingParams, for every call that does not say otherwise.
+        Training needs the full distribution: with `top_p`, `top_k`, `min_p` or penalties, log-probabilities
+        are those of the reduced one, which the trainer can't compute.
+    seed: each replica samples from its own random numbers, the same in every run with this seed.
+    """
+
     compute_bound = True
     driver_only = True
 
-    def __init__(self, engine_config, sampling_config, seed=0):
-        self.ec, self.sc, self.seed = engine_config, sampling_config, seed
+    _engine: "Engine"
+    _loop: "EngineLoop"
+
+    def __init__(
+        self, engine_config: Mapping[str, Any], sampling_config: Mapping[str, Any], seed: int = 0
+    ) -> None:
+        self._engine_config = dict(engine_config)
+        self._sampling_config = dict(sampling_config)
+        self._seed = seed
+        self._updating = asyncio.Lock()
 
     @classmethod
-    def bootstrap_env(cls):
-        return dict(
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            TORCHDYNAMO_DISABLE="1",
-            HF_HUB_OFFLINE="1",
-            VLLM_NO_USAGE_STATS="1",
-            VLLM_LOGGING_LEVEL="WARNING",
-        )
+    def bootstrap_env(cls) -> dict[str, str]:
+        """The engine in this process itself, quiet, its threads left where the provisioner put them."""
+        return {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        }
 
     @classmethod
-    async def prepare(cls):
-        from forge.weights import open_store
-
+    async def prepare(cls) -> None:
+        """New weights come from the store."""
         await open_store()
+        Runtime.current().on_close(close_store)
 
-    async def setup(self):
-        from forge.actors import _vllm
+    async def setup(self) -> None:
+        """Builds the engine in rank 0's process. The other ranks' workers follow its calls."""
+        if not torch.cuda.is_available() and self._engine_config.get("enforce_eager", True):
+            # Nothing to compile: saves the compilation of one small function, 2 s, at the first token.
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if self.rank == 0:
+            self._engine = await self._start_engine()
+            from forge.actors._vllm.engine_loop import EngineLoop
 
-        self.v = _vllm
-        self.eng = await self.run_blocking(
-            _vllm.build, self.ec, self.seed * 1000 + int(os.environ.get("FORGE_REPLICA", 0))
-        )
-        self.q, self.ctl, self.futs, self.n = [], [], {}, itertools.count()
-        self.ev = asyncio.Event()
-        self.task = asyncio.create_task(self._loop())
-        self._version = 0
+            self._loop = EngineLoop(self._engine, self.run_blocking)
+        else:
+            await self.run_blocking(lambda: self._worker)
 
-    def _work(self, new, ctl):
-        res = []
-        for rid, prompt, sp, fut in new:
-            try:
-                self.eng.add_request(rid, prompt, sp)
-                self.futs[rid] = fut
-            except Exception as e:
-                res.append((fut, None, e))
-        for fn, fut in ctl:
-            try:
-                res.append((fut, fn(), None))
-            except Exception as e:
-                res.append((fut, None, e))
-        if self.eng.has_unfinished_requests():
-            for o in self.eng.step():
-                if o.finished:
-                    res.append(
-                        (self.futs.pop(o.request_id), [self._completion(o, c) for c in o.outputs], None)
-                    )
-        return res
-
-    def _completion(self, o, c):
-        ids = torch.tensor(c.token_ids)
-        lps = torch.tensor([d[t].logprob for t, d in zip(c.token_ids, c.logprobs)])
-        vs = torch.cat([torch.full((s.end - s.start,), int(s.version)) for s in c.weight_versions])
-        return Completion(
-            text=c.text,
-            token_ids=ids,
-            logprobs=lps,
-            prompt_ids=torch.tensor(o.prompt_token_ids),
-            generator_version=int(vs.min()),
-            token_versions=vs,
-            stop_reason=c.finish_reason,
-            temperature=self.sc.get("temperature", 1.0),
-        )
-
-    async def _loop(self):
-        while True:
-            if not (self.q or self.ctl or self.futs):
-                self.ev.clear()
-                await self.ev.wait()
-            new, self.q = self.q, []
-            ctl, self.ctl = self.ctl, []
-            for fut, val, e in await self.run_blocking(self._work, new, ctl):
-                if not fut.done():
-                    fut.set_exception(e) if e else fut.set_result(val)
-
-    def _submit(self, lst, *item):
-        f = asyncio.get_running_loop().create_future()
-        lst.append((*item, f))
-        self.ev.set()
-        return f
+    async def teardown(self) -> None:
+        """Calls that still wait fail; the engine frees what it holds outside of this process."""
+        if hasattr(self, "_loop"):
+            self._loop.fail("the generator was stopped")
+            await self.run_blocking(self._engine.close)
 
     @endpoint
-    async def generate(self, prompt, **kw):
-        sp = self.v.SamplingParams(
-            logprobs=0, output_kind=self.v.RequestOutputKind.FINAL_ONLY, **{**self.sc, **kw}
-        )
-        out = await self._submit(self.q, str(next(self.n)), prompt, sp)
-        record("generator", num_tokens=sum(len(c.token_ids) for c in out))
+    async def generate(self, prompt: Prompt, **sampling: Any) -> list[Completion]:
+        """`n` completions of a prompt, in order.
+
+        prompt: text, tokenized as it stands (a chat template's text holds its begin token already), or token
+        ids. sampling: keys of `sampling_config` for this call. At temperature 0 the log-probabilities are
+        those of temperature 1.
+
+        Raises PromptTooLong when it leaves no room for a token in `max_model_len`, ConfigError for sampling
+        keys or values that vLLM does not take, ForgeError when the weights produce no finite numbers, and
+        ActorFailure when the engine has failed.
+        """
+        from forge.actors._vllm.arguments import sampling_params
+        from forge.actors._vllm.completions import to_completions
+
+        loop, tokenizer = self._on_driver("generate"), self._engine.tokenizer
+        params = sampling_params({**self._sampling_config, **sampling})
+        ids = tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else list(prompt)
+        completions = to_completions(await loop.generate(ids, params), params, tokenizer)
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
         record(
-            "completion",
-            length=sum(len(c.token_ids) for c in out) / len(out),
-            stopped=sum(c.stop_reason == "stop" for c in out) / len(out),
+            "generator",
+            num_tokens=num_tokens,
+            completion_length=num_tokens / len(completions),
+            stopped=sum(c.stop_reason == "stop" for c in completions) / len(completions),
         )
-        return out
+        return completions
 
     @endpoint
-    async def update_weights(self, version):
-        from forge.weights import fetch
+    async def update_weights(self, version: int) -> int:
+        """Goes on with a published version of the weights; returns it.
 
-        tensors = await fetch(version)
+        Tokens of running calls keep the version that sampled them; the calls go on with the new one. While
+        the weights are fetched, sampling continues. Raises WeightsMissing or WeightsMismatch and goes on with
+        the old version when the new one can't be had or isn't this model's.
+        """
+        loop = self._on_driver("update_weights")
+        async with self._updating:
+            started = time.perf_counter()
+            if self.world_size > 1:
+                await self.peers.stage_weights.call(version)
+            else:
+                await self.stage_weights(version)
+            fetched = time.perf_counter()
+            await loop.between_steps(functools.partial(self._engine.load, version))
+            record("generator", fetch_s=fetched - started, load_s=time.perf_counter() - fetched)
+        return version
 
-        def load():
-            self.eng.collective_rpc("forge_load", args=(tensors,))
-            assert self.eng.reset_prefix_cache(reset_running_requests=True)
-            self.eng.set_weight_version(str(version))
+    @endpoint
+    async def version(self) -> int:
+        """The version of the weights that the next token is sampled from."""
+        self._on_driver("version")
+        return self._engine.version
 
-        await self._submit(self.ctl, load)
+    @endpoint
+    async def stage_weights(self, version: int) -> None:
+        """Fetches a version for this rank's worker; part of `update_weights`."""
+        from forge.actors._vllm.worker import stage
+
+        stage(version, await fetch(version))
+
+    @endpoint
+    async def worker_rpc(
+        self, method: str | Callable[..., Any], args: tuple, kwargs: dict[str, Any], only: int | None
+    ) -> Any:
+        """One call of rank 0's executor to this rank's worker; rank 0 calls its own by itself."""
+        if self.rank == 0:
+            return None
+        result = await self.run_blocking(lambda: self._worker.call(method, args, kwargs))
+        return result if only in (None, self.rank) else None
+
+    @functools.cached_property
+    def _worker(self) -> "MeshWorker":
+        """This rank's vLLM worker; to be used on the compute thread only."""
+        from forge.actors._vllm.worker import MeshWorker
+
+        return MeshWorker(self.rank)
+
+    async def _start_engine(self) -> "Engine":
+        from forge.data import assets
+
+        if "model" not in self._engine_config:
+            raise ConfigError("engine_config.model is required: a model's folder, or hf://Org/Name")
+        folder = await asyncio.to_thread(assets.fetch, self._engine_config["model"])
+        call_peers = self._peer_caller() if self.world_size > 1 else None
+        return await self.run_blocking(
+            _make_engine,
+            self._engine_config,
+            self._sampling_config,
+            folder=folder,
+            seed=engine_seed(self._seed, int(os.environ.get("FORGE_REPLICA", "0"))),
+            num_procs=self.world_size,
+            call_peers=call_peers,
+        )
+
+    def _peer_caller(self) -> Callable[..., Future[list[Any]]]:
+        """A function that the engine's thread calls to reach all ranks."""
+        event_loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+
+        async def call(*args: Any) -> list[Any]:
+            try:
+                return [value for _, value in (await self.peers.worker_rpc.call(*args)).items()]
+            except Exception as error:  # the engine's thread may wait for ever in a collective with that rank
+                if hasattr(self, "_loop"):
+                    self._loop.fail(f"a rank of the generator failed: {type(error).__name__}: {error}")
+                raise
+
+        def call_from_thread(*args: Any) -> Future[list[Any]]:
+            # Monarch finds in the context which actor is calling.
+            return context.copy().run(asyncio.run_coroutine_threadsafe, call(*args), event_loop)
+
+        return call_from_thread
+
+    def _on_driver(self, method: str) -> "EngineLoop":
+        if self.rank != 0:
+            raise ForgeError(f"rank {self.rank} of a generator has no engine: use .{method}.route, not .call")
+        return self._loop
+
+
+Policy = Generator
+
+
+def engine_seed(seed: int, replica: int) -> int:
+    """vLLM's seed of one replica, in [0, 2^32): no two replicas and seeds below 2^16 share one."""
+    return (seed * 65_536 + replica) % 2**32
+
+
+def _make_engine(config: dict[str, Any], sampling: dict[str, Any], **kwargs: Any) -> "Engine":
+    from forge.actors._vllm.arguments import sampling_params
+    from forge.actors._vllm.engine import Engine
+
+    sampling_params(sampling)  # a wrong key is told before the weights are loaded
+    return Engine(config, **kwargs)

@@ -1,6 +1,7 @@
 """ActorHandle: one actor mesh as its callers see it."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -116,7 +117,14 @@ def translated_errors(call: str) -> Iterator[None]:
     except ActorError as error:
         raise error.exception from None
     except SupervisionError as error:
-        raise ReplicaLost(f"{call}: the process is gone ({first_line(error)})") from error
+        raise ReplicaLost(f"{call}: the process is gone ({cause_of_death(error)})") from None
+
+
+def cause_of_death(error: SupervisionError) -> str:
+    """What Monarch's report, which runs over many lines, says of how the process ended."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"Killed|sig=|exit|stopped|timeout", line, re.IGNORECASE)]
+    return (telling or lines or [type(error).__name__])[-1][:300]
 
 
 def first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from forge.controller._monarch import MeshFailure, monarch_actor
+from forge.controller._monarch import MeshFailure, leave, monarch_actor
 from forge.controller.handle import ActorHandle, first_line
 from forge.controller.mesh import Mesh
 from forge.controller.provisioner import Provisioner
@@ -50,6 +50,11 @@ class Runtime:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    @staticmethod
+    def leave() -> None:
+        """Ends actors in this process for good, at the end of a program; none can be started afterwards."""
+        leave()
 
     async def start_actor(
         self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any]

@@ -25,6 +25,7 @@ def configure_logging(level: int = logging.INFO, process: str = "") -> None:
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s %(levelname)s{name} %(name)s: %(message)s", "%H:%M:%S")
     )
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.startswith(OURS))
     root = logging.getLogger()
     for old in [h for h in root.handlers if isinstance(h, StderrHandler)]:
         root.removeHandler(old)

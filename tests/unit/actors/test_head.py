@@ -9,7 +9,7 @@ from forge.actors.trainer.head import spread, token_logprobs
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2**21], ids=["row by row", "at once"])
 def test_values_and_gradients_equal_log_softmax(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(head, "CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(6, 50, generator=generator)).requires_grad_()
     targets = torch.randint(50, (6,), generator=generator)

@@ -1,0 +1,88 @@
+"""A generator over two processes: tensor and pipeline parallel, on CPU with gloo."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge.actors.generator import Generator
+from forge.controller import ActorHandle, Runtime
+from forge.controller.provisioner import is_running
+from forge.errors import ActorFailure, ForgeError
+from forge.weights import close_store
+from tests.integration.generators import PROMPT, Model, engine_config
+
+LIMIT_S = 30
+
+
+def with_generator(
+    folder: Path, degrees: dict[str, int], scenario: Callable[[Model], Coroutine[Any, Any, None]]
+) -> None:
+    async def main() -> None:
+        async with Runtime() as runtime:
+            runtime.on_close(close_store)
+            actor = await Generator.options(procs=2, env={"OMP_NUM_THREADS": "1"}).as_actor(
+                {**engine_config(folder), **degrees}, {"n": 2, "max_tokens": 16}
+            )
+            await scenario(Model(actor, folder))
+
+    shared_memory = set(os.listdir("/dev/shm"))
+    asyncio.run(main())
+    assert set(os.listdir("/dev/shm")) <= shared_memory, "left behind"
+
+
+async def check_weights_and_swap(model: Model) -> None:
+    for temperature in (1.0, 0.7):
+        completions = await model.generator.generate.route(PROMPT, temperature=temperature)
+        assert model.gap(completions, model.original) < 1e-4
+    weights = model.changed(1)
+    call = asyncio.create_task(model.generator.generate.route(PROMPT * 5, max_tokens=300, ignore_eos=True))
+    await asyncio.sleep(0.5)
+    version = await model.update(weights)
+    assert not call.done()
+    for completion in await call:
+        assert completion.token_versions is not None
+        new = completion.token_versions == version
+        assert 0 < int(new.sum()) < 300
+        for weights_then, tokens in ((model.original, ~new), (weights, new)):
+            gap = (completion.logprobs - model.logprobs(completion, weights_then)).abs()
+            assert float(gap[tokens].max()) < 2e-4
+    assert isinstance(model.generator, ActorHandle)
+    with pytest.raises(ForgeError, match="rank 1 of a generator has no engine: use .generate.route"):
+        await model.generator.generate.call(PROMPT)
+
+
+@pytest.mark.parametrize("degree", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen3"])
+def test_ranks_share_the_model_and_follow_new_weights(
+    family: str, degree: str, request: pytest.FixtureRequest
+) -> None:
+    with_generator(request.getfixturevalue(family), {degree: 2}, check_weights_and_swap)
+
+
+def test_a_lost_rank_fails_the_calls_instead_of_hanging(tiny_llama: Path) -> None:
+    async def lose_rank_1(model: Model) -> None:
+        assert isinstance(model.generator, ActorHandle)
+        before = time.perf_counter()
+        calls = [
+            asyncio.create_task(model.generator.generate.route(PROMPT, max_tokens=900, ignore_eos=True))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(0.5)
+        [mesh] = [mesh for _, group in Runtime.current()._open.values() for mesh in group]
+        victim = mesh._pids[1]
+        os.kill(victim, signal.SIGKILL)
+        before = time.perf_counter()
+        outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), LIMIT_S)
+        assert all(isinstance(outcome, ActorFailure) for outcome in outcomes), outcomes
+        with pytest.raises(ActorFailure):
+            await asyncio.wait_for(model.generator.generate.route(PROMPT), LIMIT_S)
+        print("noticed after", time.perf_counter() - before)
+        assert not is_running(victim)
+
+    with_generator(tiny_llama, {"tensor_parallel_size": 2}, lose_rank_1)
