@@ -81,7 +81,7 @@ class Run:
         rows = read_metrics(self.folder / "metrics.jsonl")
         if rows:
             draw_report(rows, self.folder / "report.png")
-        print(f"{summarize(rows)}; files: {self.folder}/", flush=True)
+            print(f"{summarize(rows)}; files: {self.folder}/", flush=True)
 
 
 def run_app(

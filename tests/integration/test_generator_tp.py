@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,8 @@ def with_generator(
             )
             await scenario(Model(actor, folder))
 
-    shared_memory = set(os.listdir("/dev/shm"))
     asyncio.run(main())
-    assert set(os.listdir("/dev/shm")) <= shared_memory, "left behind"
+    assert not [path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name], "left behind"
 
 
 async def check_weights_and_swap(model: Model) -> None:
@@ -57,8 +55,14 @@ async def check_weights_and_swap(model: Model) -> None:
         await model.generator.generate.call(PROMPT)
 
 
-@pytest.mark.parametrize("degree", ["tensor_parallel_size", "pipeline_parallel_size"])
-@pytest.mark.parametrize("family", ["tiny_llama", "tiny_qwen3"])
+@pytest.mark.parametrize(
+    ("family", "degree"),
+    [
+        ("tiny_llama", "tensor_parallel_size"),
+        ("tiny_qwen3", "tensor_parallel_size"),
+        ("tiny_llama", "pipeline_parallel_size"),  # first and last stage each hold the tied embedding
+    ],
+)
 def test_ranks_share_the_model_and_follow_new_weights(
     family: str, degree: str, request: pytest.FixtureRequest
 ) -> None:
@@ -68,7 +72,6 @@ def test_ranks_share_the_model_and_follow_new_weights(
 def test_a_lost_rank_fails_the_calls_instead_of_hanging(tiny_llama: Path) -> None:
     async def lose_rank_1(model: Model) -> None:
         assert isinstance(model.generator, ActorHandle)
-        before = time.perf_counter()
         calls = [
             asyncio.create_task(model.generator.generate.route(PROMPT, max_tokens=900, ignore_eos=True))
             for _ in range(3)
@@ -77,12 +80,10 @@ def test_a_lost_rank_fails_the_calls_instead_of_hanging(tiny_llama: Path) -> Non
         [mesh] = [mesh for _, group in Runtime.current()._open.values() for mesh in group]
         victim = mesh._pids[1]
         os.kill(victim, signal.SIGKILL)
-        before = time.perf_counter()
         outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), LIMIT_S)
         assert all(isinstance(outcome, ActorFailure) for outcome in outcomes), outcomes
         with pytest.raises(ActorFailure):
             await asyncio.wait_for(model.generator.generate.route(PROMPT), LIMIT_S)
-        print("noticed after", time.perf_counter() - before)
         assert not is_running(victim)
 
     with_generator(tiny_llama, {"tensor_parallel_size": 2}, lose_rank_1)

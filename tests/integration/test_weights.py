@@ -53,25 +53,36 @@ def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str
     ]
 
 
+def descriptors(pid: int | str) -> dict[Path, str]:
+    """What each open descriptor of a process points to, without those that close meanwhile."""
+    targets = {}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            targets[link] = os.readlink(link)
+    return targets
+
+
 def arena_files(pid: int | str) -> dict[int, str]:
     """The arenas that a process holds: path of a descriptor by inode."""
     held = {}
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            if "forge-weights" in os.readlink(link):
+    for link, target in descriptors(pid).items():
+        if "forge-weights" in target:
+            with contextlib.suppress(FileNotFoundError):
                 held[link.stat().st_ino] = str(link)
-        except FileNotFoundError:  # closed meanwhile
-            continue
     return held
 
 
 def usage() -> tuple[int, int]:
     """Open descriptors, without sockets, of which Monarch opens some now and then, and resident bytes."""
-    targets = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            targets.append(os.readlink(link))
-    return sum(not target.startswith("socket:") for target in targets), psutil.Process().memory_info().rss
+    files = [target for target in descriptors("self").values() if not target.startswith("socket:")]
+    return len(files), psutil.Process().memory_info().rss
+
+
+def shared_memory_with_a_name(pid: int) -> set[str]:
+    """Files of /dev/shm that a process maps or holds open: they would outlive it."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    paths = [line.split(maxsplit=5)[-1] for line in lines]
+    return {path for path in (*paths, *descriptors(pid).values()) if path.startswith("/dev/shm/")}
 
 
 class Peer(Actor):
@@ -420,15 +431,15 @@ def test_rdma_that_was_asked_for_but_is_not_there_is_logged_and_the_run_goes_on(
 
 
 def test_nothing_is_left_when_the_root_process_is_killed() -> None:
-    before = set(os.listdir("/dev/shm"))
     process = start_life("--killed")
     assert process.stdout is not None
     line = next(line for line in process.stdout if line.startswith("children:"))
     children = [int(pid) for pid in line.split()[1:]]
+    named = [path for pid in (process.pid, *children) for path in shared_memory_with_a_name(pid)]
     process.kill()
     process.wait()
     deadline = time.monotonic() + 10
     while any(map(psutil.pid_exists, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, children))
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not named  # what has no name vanishes with its processes

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from forge.actors.trainer.memory import keep_freed_memory
 from forge.actors.trainer.options import model_options
 from forge.controller import ForgeActor, endpoint
 from forge.data import assets
@@ -36,6 +37,7 @@ class ReferenceModel(ForgeActor):
 
     async def setup(self) -> None:
         """Builds, shards and loads the model."""
+        keep_freed_memory()
         self.model = await self.run_blocking(self._build)
 
     def _build(self) -> "ShardedModel":
@@ -51,7 +53,8 @@ class ReferenceModel(ForgeActor):
 
     async def teardown(self) -> None:
         """Leaves the other ranks."""
-        await self.run_blocking(self.model.close)
+        if hasattr(self, "model"):  # setup may have failed
+            await self.run_blocking(self.model.close)
 
     @endpoint
     async def forward(self, input_ids: Tensor, max_req_tokens: int, return_logprobs: bool = True) -> Tensor:

@@ -32,7 +32,7 @@ _OWN_SAMPLING_KEYS = {
 }
 # Seconds sooner to start and up to a third faster than vLLM's own defaults for a CPU.
 _CPU_DEFAULTS = {"enforce_eager": True, "block_size": 32, "max_num_seqs": 64}
-_WORKER = "forge.actors._vllm.worker.WeightLoading"
+_WORKER_EXTENSION = "forge.actors._vllm.worker.WorkerExtension"
 
 
 def engine_args(
@@ -55,7 +55,7 @@ def engine_args(
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
         "distributed_executor_backend": executor or "uni",
-        "worker_extension_cls": _WORKER,
+        "worker_extension_cls": _WORKER_EXTENSION,
     }
     # Without the overlap of steps, every token is sampled by the weights that its step began with.
     defaults = {"use_tqdm_on_load": False, "async_scheduling": False}

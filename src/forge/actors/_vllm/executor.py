@@ -39,6 +39,7 @@ class MeshExecutor(Executor):
         self.collective_rpc("init_worker", args=(all_kwargs,))
         self.collective_rpc("init_device")
         self.collective_rpc("load_model")
+        self.collective_rpc("finish_start")
         current_platform.update_block_size_for_backend(self.vllm_config)
 
     def collective_rpc(  # type: ignore[override]

@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.platforms import current_platform
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -28,8 +31,20 @@ def staged(version: int) -> dict[str, Tensor]:
     return _staged[version]
 
 
-class WeightLoading(_Worker):
+class WorkerExtension(_Worker):
     """Mixed into vLLM's worker, which finds it by name (`worker_extension_cls`)."""
+
+    def finish_start(self) -> None:
+        """On a CPU, what vLLM leaves undone where several ranks share a model; after all have loaded it."""
+        if not current_platform.is_cpu():
+            return
+        _unlink_shared_memory(self.rank)
+        runner = cast(Any, self.model_runner)
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            # Made by a trial run, which is skipped where nothing is compiled.
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=self.model_config.dtype, device=runner.device
+            )
 
     def load_staged_weights(self, version: int) -> None:
         """Replaces all weights, in place, by those staged in this process."""
@@ -43,6 +58,13 @@ class WeightLoading(_Worker):
     def has_tied_head(self) -> bool:
         """Whether output and input embeddings are one tensor."""
         return bool(tied_heads(self.get_model()))
+
+
+def _unlink_shared_memory(rank: int) -> None:
+    """The ranks have mapped each other's memory; without a name it goes when they go, even if killed."""
+    for path in Path("/dev/shm").iterdir():
+        if path.name.startswith(f"{os.environ['VLLM_DIST_IDENT']}-") and path.name.endswith(f"cpushm_{rank}"):
+            path.unlink()
 
 
 def tied_heads(model: nn.Module) -> list[ParallelLMHead]:

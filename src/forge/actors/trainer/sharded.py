@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from forge.actors import _titan as titan
 from forge.actors.trainer.attention import RowLayout
 from forge.actors.trainer.checkpoint_files import load_weights
-from forge.actors.trainer.memory import keep_freed_memory
 from forge.actors.trainer.model import model_spec, read_hf_config
 from forge.actors.trainer.options import ParallelismOptions, TrainingOptions
 from forge.data_models import TrainInputs
@@ -50,8 +49,6 @@ class ShardedModel:
         self.seq_len = training.seq_len
         self.dtype = titan.TORCH_DTYPE_MAP[training.dtype]
         self.device = _local_device()
-        if self.device.type == "cpu":
-            keep_freed_memory()
         spec = model_spec(read_hf_config(folder), training.seq_len)
         layout = titan.ParallelismConfig(
             tensor_parallel_degree=parallelism.tensor_parallel_degree,
@@ -77,7 +74,7 @@ class ShardedModel:
         assert spec.state_dict_adapter is not None
         self.adapter = spec.state_dict_adapter(spec.model, None)
         load_weights(self.hf_tensors(), folder)
-        if False and self._autocast and not trainable:
+        if self._autocast and not trainable:
             self._round_projections()
 
     def _build(
@@ -113,7 +110,7 @@ class ShardedModel:
         return module
 
     def _round_projections(self) -> None:
-        """Stores what autocast would round anew in every pass; it computes the same in less time and memory."""
+        """Stores rounded what autocast would round in every pass: the same numbers in less time and memory."""
         for part in self.module.modules():
             if isinstance(part, titan.Linear):
                 for name, value in part.named_parameters():

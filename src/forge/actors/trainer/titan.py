@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from forge.actors.trainer.memory import keep_freed_memory
 from forge.actors.trainer.micro_batch import MicroBatch, from_text
 from forge.actors.trainer.options import trainer_options
 from forge.controller import ForgeActor, Runtime, endpoint
@@ -74,6 +75,7 @@ class TitanTrainer(ForgeActor):
 
     async def setup(self) -> None:
         """Builds, shards and loads the model."""
+        keep_freed_memory()
         self.learner = await self.run_blocking(self._build)
 
     def _build(self) -> "Learner":
@@ -84,7 +86,8 @@ class TitanTrainer(ForgeActor):
 
     async def teardown(self) -> None:
         """Leaves the other ranks."""
-        await self.run_blocking(self.learner.model.close)
+        if hasattr(self, "learner"):  # setup may have failed
+            await self.run_blocking(self.learner.model.close)
 
     @endpoint
     async def train_step(self, inputs: Inputs, targets: Targets = None) -> ForwardBackwardResult:
