@@ -14,6 +14,7 @@ from forge.app import Run, run_app
 from forge.data.dataset import DatasetActor
 from forge.data_models import Completion, Episode
 from forge.observability import phase
+from forge.rl.checks import check_weights_arrived, first_text
 from forge.rl.grading import ComputeAdvantages, RewardActor
 from forge.rl.loops import async_rl_loop
 
@@ -67,6 +68,8 @@ async def learn(m: Machines, config: GRPOConfig, run: Run, step: int) -> None:
             await m.trainer.push_weights.call(step)
         with phase("update"):
             await m.policy.update_weights.fanout(step)
+        with phase("check"):
+            await check_weights_arrived(m.trainer, m.policy, first_text(inputs[0]))
     await run.report(step)
 
 

@@ -13,6 +13,7 @@ LAYERS = [
     ("forge.errors", 0),
     ("forge.data_models", 0),
     ("forge.rl.grading", 3),
+    ("forge.rl.checks", 3),
     ("forge.rl.loops", 3),
     ("forge.rl", 1),
     ("forge.data.dataset", 3),

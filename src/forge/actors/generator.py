@@ -1,15 +1,18 @@
 """[2] Generator: answers prompts with sampled completions, from weights that are exchanged while it runs."""
 
 import asyncio
+import contextlib
 import contextvars
 import functools
+import gc
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from forge.controller import ForgeActor, Runtime, endpoint
 from forge.data_models import Completion, Prompt
@@ -134,6 +137,15 @@ class Generator(ForgeActor):
         return version
 
     @endpoint
+    async def score(self, token_ids: list[int]) -> Tensor:
+        """Log-probability of each token but the first, given those before it, under the current weights at
+        temperature 1: [T - 1] float32, in nats."""
+        from forge.actors._vllm.arguments import scoring_params
+        from forge.actors._vllm.completions import text_logprobs
+
+        return text_logprobs(await self._on_driver("score").generate(list(token_ids), scoring_params()))
+
+    @endpoint
     async def version(self) -> int:
         """The version of the weights that the next token is sampled from."""
         self._on_driver("version")
@@ -213,8 +225,24 @@ def engine_seed(seed: int, replica: int) -> int:
 
 
 def _make_engine(config: dict[str, Any], sampling: dict[str, Any], **kwargs: Any) -> "Engine":
-    from forge.actors._vllm.arguments import sampling_params
-    from forge.actors._vllm.engine import Engine
+    with _without_garbage_collection():
+        from forge.actors._vllm.arguments import sampling_params
+        from forge.actors._vllm.engine import Engine
 
-    sampling_params(sampling)  # a wrong key is told before the weights are loaded
-    return Engine(config, **kwargs)
+        sampling_params(sampling)  # a wrong key is told before the weights are loaded
+        gc.freeze()  # vLLM collects several times while it builds the engine
+        return Engine(config, **kwargs)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Nearly half of the engine's start was the collector going through what imports leave, again and again.
+
+    What was made meanwhile is there to stay, and later collections pass it over.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()

@@ -22,7 +22,7 @@ METRICS = {  # label -> metric and format
     "loss": ("loss/total", "{:+.4f}"),
     "kl": ("loss/kl", "{:.4f}"),
     "entropy": ("loss/entropy", "{:.3f}"),
-    "logprob gap": ("loss/logprob_gap", "{:.4f}"),
+    "logprob gap": ("logprob_gap/mean", "{:.4f}"),
     "staleness": ("staleness/mean", "{:.1f}"),
     "tokens/s": ("throughput/tokens_per_s", "{:.0f}"),
 }

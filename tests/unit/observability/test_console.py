@@ -19,7 +19,7 @@ VALUES = {
     "loss/total": -0.0123,
     "loss/kl": 0.004,
     "loss/entropy": 1.25,
-    "loss/logprob_gap": 0.011,
+    "logprob_gap/mean": 0.011,
     "staleness/mean": 0.5,
     "throughput/tokens_per_s": 412.4,
     "time/step_s": 6.8,

@@ -114,6 +114,17 @@ def sampling_params(config: Mapping[str, Any]) -> SamplingParams:
         raise ConfigError(f"vLLM refuses sampling_config: {_reason(error)}") from error
 
 
+def scoring_params() -> SamplingParams:
+    """Those of a request that is only about the log-probabilities of its prompt."""
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=0,
+        temperature=0.0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        detokenize=False,
+    )
+
+
 def _check_keys(where: str, config: Mapping[str, Any], known: Iterable[str], own: Mapping[str, str]) -> None:
     names = list(known)
     for key in config:

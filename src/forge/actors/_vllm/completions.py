@@ -41,6 +41,13 @@ def to_completions(
     return completions
 
 
+def text_logprobs(output: RequestOutput) -> Tensor:
+    """[P - 1] float32: log-probability of each prompt token but the first, given those before it."""
+    assert output.prompt_token_ids is not None and output.prompt_logprobs is not None
+    pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]
+    return torch.tensor([entry[token].logprob for token, entry in pairs if entry], dtype=torch.float32)
+
+
 def _versions(sample: CompletionOutput) -> Tensor:
     """[T] the version that each token was sampled under."""
     spans = sample.weight_versions or []

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge.actors.trainer.checkpoint_files import save_companions, save_weights, whole
+from forge.actors.trainer.head import token_logprobs
 from forge.actors.trainer.loss_pass import Loss, as_floats, loss_of, normalizer_of
 from forge.actors.trainer.micro_batch import MicroBatch, count, name_episodes, split_micro_batches, to_device
 from forge.actors.trainer.options import TrainerOptions
 from forge.actors.trainer.sharded import ShardedModel
 from forge.actors.trainer.tally import Tally
 from forge.actors.trainer.update import Update
-from forge.data_models import ForwardBackwardResult, TrainTargets
+from forge.data_models import ForwardBackwardResult, TrainInputs, TrainTargets
 from forge.errors import ForgeError
 
 
@@ -73,6 +74,14 @@ class Learner:
         lr = self._update.step()
         self._pending = []
         return {"grad_norm": grad_norm, "lr": lr}
+
+    @torch.no_grad()
+    def score(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> log-probabilities [T - 1] float32 of each but the first, given those before it."""
+        tokens = token_ids.to(self.model.device)[None]
+        inputs = TrainInputs(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], tokens * 0)
+        logits = self.model.logits(inputs, inputs.positions[0, :-1])
+        return token_logprobs(logits, tokens[0, 1:])[0].cpu()
 
     @torch.no_grad()
     def copy_weights(self) -> dict[str, Tensor]:

@@ -110,7 +110,7 @@ class ShardedModel:
         return module
 
     def _round_projections(self) -> None:
-        """Stores rounded what autocast would round in every pass: the same numbers in less time and memory."""
+        """Stores rounded what autocast would round in every pass: equal numbers in less time and memory."""
         for part in self.module.modules():
             if isinstance(part, titan.Linear):
                 for name, value in part.named_parameters():

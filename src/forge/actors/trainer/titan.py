@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from forge.actors.trainer.memory import keep_freed_memory
 from forge.actors.trainer.micro_batch import MicroBatch, from_text
 from forge.actors.trainer.options import trainer_options
@@ -115,6 +118,12 @@ class TitanTrainer(ForgeActor):
         if self.rank == 0:
             record("trainer", **update)
         return update
+
+    @endpoint
+    async def score(self, token_ids: Sequence[int]) -> Tensor:
+        """Log-probability of each token but the first, given those before it, under the current weights:
+        [T - 1] float32, in nats."""
+        return await self.run_blocking(self.learner.score, torch.tensor(token_ids))
 
     @endpoint
     async def push_weights(self, version: int) -> None:
