@@ -83,10 +83,9 @@ class Generator(ForgeActor):
             await self.run_blocking(lambda: self._worker)
 
     async def teardown(self) -> None:
-        """Calls that still wait fail; the engine frees what it holds outside of this process."""
+        """Calls that still wait fail. What the engine holds goes with the process."""
         if hasattr(self, "_loop"):
             self._loop.fail("the generator was stopped")
-            await self.run_blocking(self._engine.close)
 
     @endpoint
     async def generate(self, prompt: Prompt, **sampling: Any) -> list[Completion]:

@@ -22,6 +22,7 @@ async def check_weights_arrived(
 
 
 def first_text(inputs: TrainInputs) -> list[int]:
-    """The first row's prompt with its first completion, as token ids."""
+    """The first row's prompt with its first completion but for its last token, so that an engine that takes
+    no more has room for one."""
     segments = inputs.segment_ids[0]
-    return inputs.input_ids[0][(segments == 0) | (segments == 1)].tolist()
+    return inputs.input_ids[0][(segments == 0) | (segments == 1)][:-1].tolist()

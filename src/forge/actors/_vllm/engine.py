@@ -83,7 +83,3 @@ class Engine:
         assert was_reset, "vLLM kept KV cache of the old weights"
         self._engine.set_weight_version(str(version))
         self.version = version
-
-    def close(self) -> None:
-        """Ends the workers."""
-        self._engine.engine_core.shutdown()
