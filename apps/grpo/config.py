@@ -33,13 +33,13 @@ class DatasetConfig:
     prompt_column: str = "question"  # column that holds the prompt
     target_column: str = "answer"  # column that holds what the reward compares with
     system_prompt: str | None = None  # put before every prompt by the chat template
-    options: dict[str, Any] = field(default_factory=dict)  # arguments of a reasoning-gym task
+    options: dict[str, Any] | None = None  # arguments of a reasoning-gym task
 
     def __post_init__(self) -> None:
         if self.options and not self.path.startswith("reasoning_gym/"):
             raise ConfigError(
-                f"options are arguments of a reasoning-gym task, but dataset.path is {self.path!r}: remove "
-                "them or choose a path like reasoning_gym/chain_sum"
+                f"options are arguments of a reasoning-gym task, but dataset.path is {self.path!r}: set "
+                "them to null, or choose a path like reasoning_gym/chain_sum"
             )
 
 

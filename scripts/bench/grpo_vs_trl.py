@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RIVAL_ENV = ROOT / ".bench/trl"
 TRL = "1.16.0"
+sys.path.insert(0, str(ROOT))  # for the app's configuration
 GOALS = {"samples_per_s": 3.0}
 
 
@@ -50,7 +51,7 @@ def main() -> None:
         "dtype": "bfloat16",
         "seed": 0,
         "threads": len(os.sched_getaffinity(0)),
-        "rewards_path": str(ROOT / "src/forge/data"),
+        "source_path": str(ROOT / "src"),
     }
     with tempfile.TemporaryDirectory() as folder:
         settings["model"] = model_folder()
@@ -228,7 +229,7 @@ def report(ours: dict[str, Any], rival: dict[str, Any], settings: dict[str, Any]
         "seconds_to_shared_reward": t["seconds_to_shared_reward"] / f["seconds_to_shared_reward"],
         "peak_memory": t["peak_gb"] / f["peak_gb"],
     }
-    settings = {k: v for k, v in settings.items() if k not in ("prompts", "model", "rewards_path")}
+    settings = {k: v for k, v in settings.items() if k not in ("prompts", "model", "source_path")}
     note = f"ratios above 1: forge is better; shared reward {shared:.3f} (mean of 5 steps); {settings}"
     result = {
         "bench": "grpo_vs_trl",

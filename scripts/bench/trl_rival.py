@@ -28,8 +28,8 @@ def main(settings_path: str, out_path: str) -> None:
         tokens.extend(len(ids) for ids in completion_ids)
         return from_text
 
-    sys.path.insert(0, s["rewards_path"])  # forge.data.rewards needs nothing but the standard library
-    from rewards import MathReward
+    sys.path.insert(0, s["source_path"])  # forge.data.rewards needs nothing but the standard library
+    from forge.data.rewards import MathReward
 
     grade = MathReward()
 

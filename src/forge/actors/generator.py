@@ -158,14 +158,11 @@ class Generator(ForgeActor):
         stage(version, await fetch(version))
 
     @endpoint
-    async def worker_rpc(
-        self, method: str | Callable[..., Any], args: tuple, kwargs: dict[str, Any], only: int | None
-    ) -> Any:
+    async def worker_rpc(self, request: bytes) -> bytes | None:
         """One call of rank 0's executor to this rank's worker; rank 0 calls its own by itself."""
         if self.rank == 0:
             return None
-        result = await self.run_blocking(lambda: self._worker.call(method, args, kwargs))
-        return result if only in (None, self.rank) else None
+        return await self.run_blocking(lambda: self._worker.call_pickled(request))
 
     @functools.cached_property
     def _worker(self) -> "MeshWorker":
@@ -191,21 +188,21 @@ class Generator(ForgeActor):
             call_peers=call_peers,
         )
 
-    def _peer_caller(self) -> Callable[..., Future[list[Any]]]:
+    def _peer_caller(self) -> Callable[[bytes], Future[list[bytes | None]]]:
         """A function that the engine's thread calls to reach all ranks."""
         event_loop, context = asyncio.get_running_loop(), contextvars.copy_context()
 
-        async def call(*args: Any) -> list[Any]:
+        async def call(request: bytes) -> list[bytes | None]:
             try:
-                return [value for _, value in (await self.peers.worker_rpc.call(*args)).items()]
+                return [result for _, result in (await self.peers.worker_rpc.call(request)).items()]
             except Exception as error:  # the engine's thread may wait for ever in a collective with that rank
                 if hasattr(self, "_loop"):
                     self._loop.fail(f"a rank of the generator failed: {type(error).__name__}: {error}")
                 raise
 
-        def call_from_thread(*args: Any) -> Future[list[Any]]:
+        def call_from_thread(request: bytes) -> Future[list[bytes | None]]:
             # Monarch finds in the context which actor is calling.
-            return context.copy().run(asyncio.run_coroutine_threadsafe, call(*args), event_loop)
+            return context.copy().run(asyncio.run_coroutine_threadsafe, call(request), event_loop)
 
         return call_from_thread
 

@@ -4,14 +4,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+import cloudpickle
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 from vllm.v1.executor.abstract import Executor
 
 from forge.actors._vllm.worker import MeshWorker
 
-CallPeers = Callable[[str | Callable[..., Any], tuple, dict[str, Any], int | None], Future[list[Any]]]
-"""(method, args, kwargs, only) -> the ranks' results by rank, None for rank 0 and for ranks but `only`."""
+CallPeers = Callable[[bytes], Future[list[bytes | None]]]
+"""A pickled call -> the pickled results of all ranks by rank, None for rank 0 itself."""
 
 
 class MeshExecutor(Executor):
@@ -74,9 +75,9 @@ class MeshExecutor(Executor):
         only: int | None = None,
     ) -> list[Any]:
         assert MeshExecutor.call_peers is not None
-        others = MeshExecutor.call_peers(method, args, kwargs, only)
+        others = MeshExecutor.call_peers(cloudpickle.dumps((method, args, kwargs, only)))
         own = self._worker.call(method, args, kwargs)
-        return [own, *others.result()[1:]]
+        return [own, *(cloudpickle.loads(result) for result in others.result() if result is not None)]
 
 
 def _maybe_future(result: Any, wrap: bool) -> Any:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import cloudpickle
 from torch import Tensor, nn
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.serial_utils import run_method
@@ -61,7 +62,11 @@ class WorkerExtension(_Worker):
 
 
 def _unlink_shared_memory(rank: int) -> None:
-    """The ranks have mapped each other's memory; without a name it goes when they go, even if killed."""
+    """All ranks have mapped each other's memory; without a name it goes when they go, even if killed."""
+    queue = cast(Any, get_tp_group().mq_broadcaster)
+    if queue is not None and queue.buffer.is_creator:
+        queue.buffer.shared_memory.unlink()
+        queue.buffer.is_creator = False  # or it would unlink it once more
     for path in Path("/dev/shm").iterdir():
         if path.name.startswith(f"{os.environ['VLLM_DIST_IDENT']}-") and path.name.endswith(f"cpushm_{rank}"):
             path.unlink()
@@ -84,6 +89,13 @@ class MeshWorker:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._worker = WorkerWrapperBase(rpc_rank=rank, global_rank=rank)
+
+    def call_pickled(self, request: bytes) -> bytes:
+        """A call of the executor and its result, both pickled: to unpickle them imports much of vLLM, which
+        two threads of a process can't do at once."""
+        method, args, kwargs, only = cloudpickle.loads(request)
+        result = self.call(method, args, kwargs)
+        return cloudpickle.dumps(result if only in (None, self._rank) else None)
 
     def call(self, method: str | Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs a method of the worker; what a step computes comes back when it is computed."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forge.errors import AssetError
@@ -106,8 +106,3 @@ def whole(tensor: Tensor) -> Tensor:
     """A tensor or all shards of one (a collective: every process must call it), detached."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Parameters of a model, tied ones once, all shards together."""
-    return sum(p.numel() for p in module.parameters())

@@ -97,9 +97,7 @@ class ShardedModel:
             ac_config=None,
             dump_folder="",
         )
-        if (
-            self.device.type == "cpu"
-        ):  # gloo can't scale while it reduces, and scaling by 1 is what is asked for
+        if self.device.type == "cpu":  # gloo can't scale while it reduces; to scale by 1 is all that is asked
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.set_force_sum_reduction_for_comms(True)
