@@ -48,7 +48,7 @@ if [ "$variant" = cpu ] &&
 fi
 
 echo "install: forge[$variant,$extras] into .venv (about 3 minutes the first time)"
-.venv/bin/uv pip install --python .venv/bin/python "${overrides[@]}" "${backend[@]}" -e ".[$variant,$extras]" ||
+.venv/bin/uv pip install --compile-bytecode --python .venv/bin/python "${overrides[@]}" "${backend[@]}" -e ".[$variant,$extras]" ||
     fail "the packages could not be installed; the lines above say which one was not found"
 .venv/bin/python -c "import torch, forge, vllm" || fail "installed, but 'import torch, forge, vllm' fails: run .venv/bin/python -m forge.doctor"
 echo "$wanted" >"$stamp"
