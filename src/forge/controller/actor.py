@@ -4,7 +4,9 @@ import asyncio
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, overload
 
 if TYPE_CHECKING:
     from forge.controller.handle import ActorHandle
@@ -12,16 +14,36 @@ if TYPE_CHECKING:
     from forge.controller.service import Service
 
 
-def endpoint(method: Callable[..., Any]) -> Callable[..., Any]:
+E = TypeVar("E", bound=Callable[..., Any])
+
+
+@overload
+def endpoint(method: E) -> E: ...
+@overload
+def endpoint(*, retry: bool | None = None) -> Callable[[E], E]: ...
+def endpoint(method: Any = None, *, retry: bool | None = None) -> Any:
     """Marks an `async def` method as callable through a handle or a service.
 
     Calls to one actor overlap: while one awaits, others run. Work that would block the event loop belongs
     in `self.run_blocking`.
+
+    retry: whether a call that was lost with its replica is made again, on another replica or on the one that
+    takes its place. By default `route` does so and the other verbs don't. Say False when the work must not be
+    done twice, True when the actor sees to that itself (see `forge.controller.call_id`).
     """
+    if method is None:
+        return functools.partial(endpoint, retry=retry)
     if not asyncio.iscoroutinefunction(method):
         raise TypeError(f"endpoint {method.__qualname__} must be an `async def` method")
-    method.__forge_endpoint__ = True  # type: ignore[attr-defined]
+    method.__forge_endpoint__ = Endpoint(retry)  # type: ignore[attr-defined]
     return method
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What `@endpoint` says of a method."""
+
+    retry: bool | None
 
 
 class ForgeActor:
@@ -36,7 +58,11 @@ class ForgeActor:
 
     rank: int = 0  # of this process in its mesh
     world_size: int = 1  # processes in the mesh
+    replica: int = 0  # number of this mesh in its service
     peers: "ActorHandle"  # the whole mesh, this process included
+    # A folder on this host that outlives the process and is there again for the one that replaces it, until
+    # the service is shut down; see `forge.controller.journal`. None outside of a service.
+    state_dir: Path | None = None
 
     # Whether it keeps all cores busy (a model); others get one OpenMP thread.
     compute_bound: ClassVar[bool] = False
@@ -45,6 +71,14 @@ class ForgeActor:
 
     async def setup(self) -> None:
         """Loads what the actor needs, after the constructor of every rank has returned."""
+
+    async def catch_up(self) -> int | None:
+        """Brings the actor to the state that its service is in; returns the version it then has, if any.
+
+        Runs on every rank after `setup` when the actor takes the place of a lost one or joins a running
+        service, and again when a `fanout` went to the others meanwhile. It takes no call before this has
+        returned. A class that overrides it can miss a `fanout` while it is down: this makes up for it.
+        """
 
     async def teardown(self) -> None:
         """Frees what `setup` took; called once, when the actor is stopped in an orderly way."""
