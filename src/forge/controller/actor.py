@@ -75,9 +75,10 @@ class ForgeActor:
     async def catch_up(self) -> int | None:
         """Brings the actor to the state that its service is in; returns the version it then has, if any.
 
-        Runs on every rank after `setup` when the actor takes the place of a lost one or joins a running
-        service, and again when a `fanout` went to the others meanwhile. It takes no call before this has
-        returned. A class that overrides it can miss a `fanout` while it is down: this makes up for it.
+        Runs on every rank after `setup`, at the first start and whenever the actor takes the place of a lost
+        one or joins a running service, and again when a `fanout` went to the others meanwhile. It takes
+        no call before this has returned. A class that overrides it can miss a `fanout` while it is down:
+        this makes up for it.
         """
 
     async def teardown(self) -> None:

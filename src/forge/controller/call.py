@@ -7,25 +7,61 @@ import os
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _serial = itertools.count(1)
-_PROCESS = f"{os.getpid()}.{time.time_ns():x}"
+_process = f"{os.getpid()}.{time.time_ns():x}"
 
 
-def _new_id() -> str:
-    return f"{_PROCESS}.{next(_serial)}"
+def new_call_id() -> str:
+    """Different from every other in the job."""
+    return f"{_process}.{next(_serial)}"
 
 
-@dataclass(frozen=True, slots=True)
-class CallInfo:
-    """What travels with a call. The id is the same for every attempt, so that an actor knows a repetition."""
+@dataclass(slots=True)
+class Outgoing:
+    """A call that this process waits for."""
 
     id: str
-    caller: str  # who asked: "generator[1]" or, in the root process, the name of the asyncio task
+    parent: str | None  # the call that is served here and made this one; None: no endpoint did
+    task: str  # name of the asyncio task that waits
+    service: str  # whom it was made to
+    method: str
+    since: float  # time.time() when it was made
+    replica: int | None = None  # where it runs; None while it waits for a replica
+    pid: int | None = None  # of the process where it runs (of rank 0)
+    attempt: int = 1
 
 
-_current: ContextVar[CallInfo | None] = ContextVar("forge_call", default=None)
+@dataclass(slots=True)
+class Incoming:
+    """An endpoint that runs in this process."""
+
+    id: str
+    caller: str  # "generator[1]", or "root/NAME OF THE TASK"
+    method: str
+    since: float  # time.time() when it began
+    task: "asyncio.Task[object]"
+
+
+class Ledger:
+    """Every call that this process waits for or serves, and how much has been done. Read from any thread."""
+
+    def __init__(self) -> None:
+        self.actor = "root"  # "generator[1]", with ".2" behind it for rank 2 of several
+        self.outgoing: dict[str, Outgoing] = {}
+        self.incoming: dict[str, Incoming] = {}
+        self.num_moves = 0  # grows whenever something has been done here
+
+    def moved(self) -> None:
+        """Something was done; a run in which nothing moves for long has stalled."""
+        self.num_moves += 1
+
+
+ledger = Ledger()
+"""This process's own."""
+
+_serving: ContextVar[str | None] = ContextVar("forge_call", default=None)
 
 
 def call_id() -> str | None:
@@ -34,15 +70,14 @@ def call_id() -> str | None:
     A call that is repeated because its replica was lost has the same id: an actor that keeps a journal can
     tell by it that the work is done already, and answer again.
     """
-    info = _current.get()
-    return None if info is None else info.id
+    return _serving.get()
 
 
 @contextlib.contextmanager
-def serving(info: CallInfo) -> Iterator[None]:
-    """Inside the block this call is the one that is being served."""
-    token = _current.set(info)
+def serving(id: str) -> Iterator[None]:
+    """Inside the block the call of this id is the one that is being served."""
+    token = _serving.set(id)
     try:
         yield
     finally:
-        _current.reset(token)
+        _serving.reset(token)
