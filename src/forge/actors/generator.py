@@ -6,7 +6,6 @@ import contextvars
 import functools
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,12 @@ from forge.controller import ForgeActor, Runtime, endpoint
 from forge.data_models import Completion, Prompt
 from forge.errors import ConfigError, ForgeError
 from forge.observability import record
-from forge.weights import close_store, fetch, open_store
+from forge.weights import close_store, fetch, open_store, versions
 
 if TYPE_CHECKING:
     from forge.actors._vllm.engine import Engine
     from forge.actors._vllm.engine_loop import EngineLoop
+    from forge.actors._vllm.exchange import WeightExchange
     from forge.actors._vllm.worker import MeshWorker
 
 
@@ -43,6 +43,7 @@ class Generator(ForgeActor):
 
     _engine: "Engine"
     _loop: "EngineLoop"
+    _exchange: "WeightExchange"
 
     def __init__(
         self, engine_config: Mapping[str, Any], sampling_config: Mapping[str, Any], seed: int = 0
@@ -50,7 +51,6 @@ class Generator(ForgeActor):
         self._engine_config = dict(engine_config)
         self._sampling_config = dict(sampling_config)
         self._seed = seed
-        self._updating = asyncio.Lock()
 
     @classmethod
     def bootstrap_env(cls) -> dict[str, str]:
@@ -77,10 +77,19 @@ class Generator(ForgeActor):
         if self.rank == 0:
             self._engine = await self._start_engine()
             from forge.actors._vllm.engine_loop import EngineLoop
+            from forge.actors._vllm.exchange import WeightExchange
 
             self._loop = EngineLoop(self._engine, self.run_blocking)
+            self._exchange = WeightExchange(self._engine, self._loop, self._stage_everywhere, versions)
         else:
             await self.run_blocking(lambda: self._worker)
+
+    async def catch_up(self) -> int | None:
+        """Takes the newest weights that the trainer has published; until there are any, the folder's.
+
+        Rank 0 does it for all; returns the version that its engine holds.
+        """
+        return await self._exchange.catch_up() if self.rank == 0 else None
 
     async def teardown(self) -> None:
         """Calls that still wait fail. What the engine holds goes with the process."""
@@ -93,7 +102,7 @@ class Generator(ForgeActor):
 
         prompt: text, tokenized as it stands (a chat template's text holds its begin token already), or token
         ids. sampling: keys of `sampling_config` for this call. At temperature 0 the log-probabilities are
-        those of temperature 1.
+        those of temperature 1. When the caller is cancelled, sampling ends.
 
         Raises PromptTooLong when it leaves no room for a token in `max_model_len`, ConfigError for sampling
         keys or values that vLLM does not take, ForgeError when the weights produce no finite numbers, and
@@ -115,27 +124,19 @@ class Generator(ForgeActor):
         )
         return completions
 
-    @endpoint
+    @endpoint(retry=True)
     async def update_weights(self, version: int) -> int:
-        """Goes on with a published version of the weights; returns it.
+        """Goes on with a published version of the weights; returns the version it then holds.
 
-        Tokens of running calls keep the version that sampled them; the calls go on with the new one. While
-        the weights are fetched, sampling continues. Raises WeightsMissing or WeightsMismatch and goes on with
-        the old version when the new one can't be had or isn't this model's.
+        Where it holds this version already, or a newer one that it caught up with, nothing is done: it never
+        goes back. Tokens of running calls keep the version that sampled them; the calls go on with the new
+        one. While the weights are fetched, sampling continues. Raises WeightsMissing or WeightsMismatch and
+        goes on with the old version when the new one can't be had or isn't this model's.
         """
-        loop = self._on_driver("update_weights")
-        async with self._updating:
-            started = time.perf_counter()
-            if self.world_size > 1:
-                await self.peers.stage_weights.call(version)
-            else:
-                await self.stage_weights(version)
-            fetched = time.perf_counter()
-            await loop.between_steps(functools.partial(self._engine.load, version))
-            record("generator", fetch_s=fetched - started, load_s=time.perf_counter() - fetched)
-        return version
+        self._on_driver("update_weights")
+        return await self._exchange.update(version)
 
-    @endpoint
+    @endpoint(retry=True)
     async def score(self, token_ids: list[int]) -> Tensor:
         """Log-probability of each token but the first, given those before it, under the current weights at
         temperature 1: [T - 1] float32, in nats."""
@@ -144,18 +145,18 @@ class Generator(ForgeActor):
 
         return text_logprobs(await self._on_driver("score").generate(list(token_ids), scoring_params()))
 
-    @endpoint
+    @endpoint(retry=True)
     async def version(self) -> int:
         """The version of the weights that the next token is sampled from."""
         self._on_driver("version")
         return self._engine.version
 
     @endpoint
-    async def stage_weights(self, version: int) -> None:
+    async def stage_weights(self, version: int, timeout_s: float) -> None:
         """Fetches a version for this rank's worker; part of `update_weights`."""
         from forge.actors._vllm.worker import stage
 
-        stage(version, await fetch(version))
+        stage(version, await fetch(version, timeout_s))
 
     @endpoint
     async def worker_rpc(self, request: bytes) -> bytes | None:
@@ -170,6 +171,12 @@ class Generator(ForgeActor):
         from forge.actors._vllm.worker import MeshWorker
 
         return MeshWorker(self.rank)
+
+    async def _stage_everywhere(self, version: int, timeout_s: float) -> None:
+        if self.world_size > 1:
+            await self.peers.stage_weights.call(version, timeout_s)
+        else:
+            await self.stage_weights(version, timeout_s)
 
     async def _start_engine(self) -> "Engine":
         from forge.data import assets

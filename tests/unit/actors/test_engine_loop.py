@@ -1,6 +1,8 @@
 """Continuous batching over an engine that fails and stalls on request."""
 
 import asyncio
+import threading
+from asyncio import CancelledError
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,6 +11,7 @@ import pytest
 
 from forge.actors._vllm.engine_loop import EngineLoop
 from forge.controller import ForgeActor
+from forge.controller.call import ledger
 from forge.errors import ActorFailure, ForgeError
 
 SAMPLING = cast(Any, None)
@@ -49,6 +52,11 @@ class FakeEngine:
         finished = [request_id for request_id, left in self.left.items() if left == 0]
         self.left = {request_id: left for request_id, left in self.left.items() if left}
         return [Output(request_id, self.num_steps) for request_id in finished]
+
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            del self.left[request_id]
+            self.log.append(f"abort {request_id}")
 
     def note(self, text: str) -> Callable[[], None]:
         return lambda: self.log.append(f"{text} after {self.num_steps}")
@@ -145,13 +153,50 @@ def test_a_failure_from_outside_reaches_callers_while_a_step_hangs() -> None:
     asyncio.run(scenario())
 
 
-def test_a_caller_who_gives_up_does_not_disturb_the_others() -> None:
+def test_what_a_cancelled_caller_wanted_is_given_up_and_the_others_go_on() -> None:
     async def scenario() -> None:
-        loop = loop_of(FakeEngine())
-        impatient = asyncio.create_task(cast(Any, loop.generate([1] * 20_000, SAMPLING)))
+        engine = FakeEngine()
+        loop = loop_of(engine)
+        impatient = asyncio.create_task(cast(Any, loop.generate([1] * 10_000_000, SAMPLING)))
         patient = asyncio.create_task(cast(Any, loop.generate([1] * 20_000, SAMPLING)))
         await asyncio.sleep(0.02)
         impatient.cancel()
-        assert (await patient).num_steps > 0
+        assert (await patient).num_steps == 20_000, "no step is lost"
+        assert engine.log == ["add 0", "add 1", "abort 0"]
+        assert not engine.is_busy
+        await asyncio.sleep(0.02)
+        assert engine.num_steps == 20_000, "nothing is left to do"
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_is_cancelled_before_it_began_never_begins() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        loop = loop_of(engine)
+        release = threading.Event()
+        stuck = asyncio.create_task(loop.between_steps(lambda: cast(None, release.wait(5))))
+        await asyncio.sleep(0.02)
+        calls = [
+            asyncio.create_task(cast(Any, loop.generate([1], SAMPLING))),
+            asyncio.create_task(loop.between_steps(engine.note("change"))),
+        ]
+        await asyncio.sleep(0.02)
+        for call in calls:
+            call.cancel()
+        release.set()
+        await stuck
+        assert [type(o) for o in await asyncio.gather(*calls, return_exceptions=True)] == [CancelledError] * 2
+        await loop.between_steps(engine.note("next"))
+        assert engine.log == ["next after 0"]
+
+    asyncio.run(scenario())
+
+
+def test_every_step_is_progress_that_a_watcher_sees() -> None:
+    async def scenario() -> None:
+        before = ledger.num_moves
+        await loop_of(FakeEngine()).generate([1] * 50, SAMPLING)
+        assert ledger.num_moves - before >= 50
 
     asyncio.run(scenario())

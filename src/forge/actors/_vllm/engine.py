@@ -42,6 +42,7 @@ class Engine:
         self._tied = any(self._engine.collective_rpc("has_tied_head"))
         self.max_model_len: int = self._engine.model_config.max_model_len
         self.tokenizer = cast(Any, self._engine.get_tokenizer())
+        self._vllm_ids: dict[str, str] = {}  # of unfinished requests
         self.version = 0
         self._engine.set_weight_version("0")
 
@@ -59,14 +60,22 @@ class Engine:
             )
         try:
             [prompt] = self._engine.renderer.render_cmpl([{"prompt_token_ids": prompt_ids}])
-            self._engine.add_request(request_id, prompt, sampling)
+            self._vllm_ids[request_id] = self._engine.add_request(request_id, prompt, sampling)
         except VLLMError as error:
             raise ForgeError(f"vLLM refuses the request: {error}") from error
 
     def step(self) -> list[RequestOutput]:
         """Samples one token for each running request; returns the requests that are finished by it."""
         outputs = self._engine.step() if self.is_busy else []
-        return [o for o in outputs if isinstance(o, RequestOutput) and o.finished]
+        finished = [o for o in outputs if isinstance(o, RequestOutput) and o.finished]
+        for output in finished:
+            del self._vllm_ids[output.request_id]
+        return finished
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Ends unfinished requests without an output, with all their completions; frees their KV cache."""
+        # By the ids that were given, vLLM 0.32 would end the completions and keep what binds them for ever.
+        self._engine.abort_request([self._vllm_ids.pop(id) for id in request_ids], internal=True)
 
     def load(self, version: int) -> None:
         """Goes on with the staged weights; running requests keep their tokens and compute the KV cache anew.

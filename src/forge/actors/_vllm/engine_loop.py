@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from forge.controller.call import ledger
 from forge.errors import ActorFailure, ForgeError
 
 if TYPE_CHECKING:
@@ -45,14 +46,15 @@ class EngineLoop:
         self._failure: str | None = None
 
     async def generate(self, prompt_ids: list[int], sampling: "SamplingParams") -> "RequestOutput":
-        """Runs a request to its end."""
+        """Runs a request to its end, or until the caller is cancelled: then no further step works on it."""
         request_id = next(self._request_ids)
         return await self._submit(partial(self._engine.add, request_id, prompt_ids, sampling), request_id)
 
     async def between_steps(self, action: Callable[[], None]) -> None:
         """Runs `action` on the engine's thread while no step is running.
 
-        A ForgeError from it says that the engine is as before; any other error ends the loop.
+        A ForgeError from it says that the engine is as before; any other error ends the loop. What a caller
+        that was cancelled wanted isn't begun any more.
         """
         await self._submit(action)
 
@@ -96,6 +98,8 @@ class EngineLoop:
         """On the engine's thread: new work, then one step. Futures with their results or errors."""
         settled: list[tuple[asyncio.Future[Any], Any]] = []
         for entry in entries:
+            if entry.future.cancelled():
+                continue
             try:
                 entry.action()
             except ForgeError as error:
@@ -105,5 +109,15 @@ class EngineLoop:
                 settled.append((entry.future, None))
             else:
                 self._running[entry.request_id] = entry.future
+        self._abort_abandoned()
         settled += [(self._running.pop(output.request_id), output) for output in self._engine.step()]
+        ledger.moved()
         return settled
+
+    def _abort_abandoned(self) -> None:
+        """Nothing is sampled for callers that have gone."""
+        abandoned = [request_id for request_id, future in self._running.items() if future.cancelled()]
+        if abandoned:
+            self._engine.abort(abandoned)
+        for request_id in abandoned:
+            del self._running[request_id]

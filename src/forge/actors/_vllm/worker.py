@@ -22,8 +22,9 @@ _staged: dict[int, dict[str, Tensor]] = {}
 
 
 def stage(version: int, tensors: dict[str, Tensor]) -> None:
-    """Keeps weights for this process's worker to load; one version at a time."""
-    _staged.clear()
+    """Keeps weights for this process's worker to load, in place of older ones."""
+    for older in [v for v in list(_staged) if v < version]:
+        del _staged[older]
     _staged[version] = tensors
 
 
