@@ -43,6 +43,14 @@ class ReplicaLost(ActorFailure):
     """The process of a replica is gone."""
 
 
+class CallTimeout(ForgeError, TimeoutError):
+    """A call was not done by its deadline; it has been cancelled."""
+
+
+class RunStalled(ForgeError):
+    """Nothing has moved for a long time; the message says who waits for whom."""
+
+
 class FanoutError(ActorFailure):
     """Replicas failed in a fanout; the message names each, `results` holds the others' by index."""
 

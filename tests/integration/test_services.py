@@ -11,7 +11,7 @@ import pytest
 
 from forge.controller import Runtime
 from forge.controller.provisioner import is_running
-from forge.errors import ActorFailure, ConfigError, FanoutError, ForgeError, NotEnoughGPUs, ReplicaLost
+from forge.errors import ActorFailure, ConfigError, FanoutError, ForgeError, NotEnoughGPUs
 from tests.integration.machines import Counter, Driver
 
 
@@ -128,17 +128,21 @@ def test_a_failing_constructor_or_setup_is_raised_at_the_start_and_leaves_nothin
     in_runtime(scenario)
 
 
-def test_a_killed_replica_is_reported_and_no_longer_used() -> None:
+def test_a_call_lost_with_its_replica_is_repeated_on_another_and_the_replica_comes_back() -> None:
     async def scenario() -> None:
         service = await Counter.options(num_replicas=2).as_service()
         victim = await service.wait.route(0)
-        calls = [asyncio.ensure_future(service.wait.route(3)) for _ in range(2)]
+        calls = [asyncio.ensure_future(service.wait.route(2)) for _ in range(4)]
         await asyncio.sleep(0.3)
         os.kill(victim, signal.SIGKILL)
-        outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
-        lost = [o for o in outcomes if isinstance(o, ReplicaLost)]
-        assert len(lost) == 1 and "counter" in str(lost[0])
-        assert victim not in {await service.wait.route(0) for _ in range(4)}
+        answers = await asyncio.wait_for(asyncio.gather(*calls), 30)
+        assert len(answers) == 4 and victim not in answers
+        await healed(service)
+        states = await service.replicas()
+        assert sorted(r.restarts for r in states) == [0, 1]
+        assert "sig=9" in next(r.reason for r in states if r.reason)
+        pids = {await service.wait.route(0) for _ in range(4)}
+        assert len(pids) == 2 and victim not in pids
 
     in_runtime(scenario)
 
@@ -218,6 +222,14 @@ def test_a_service_can_be_shut_down_alone() -> None:
         assert await b.add.route() == 1
 
     in_runtime(scenario)
+
+
+async def healed(service: Any, seconds: float = 60.0) -> None:
+    """Waits until every replica takes calls."""
+    deadline = time.perf_counter() + seconds
+    while any(r.state.value != "healthy" for r in await service.replicas()):
+        assert time.perf_counter() < deadline, await service.replicas()
+        await asyncio.sleep(0.1)
 
 
 def children() -> set[int]:

@@ -21,6 +21,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import (  # noqa: E402
     Actor,
     ActorError,
+    Channel,
     MeshFailure,
     ProcMesh,
     ValueMesh,
@@ -29,11 +30,13 @@ from monarch.actor import (  # noqa: E402
     current_size,
     shutdown_context,
     this_host,
+    this_proc,
 )
 
 __all__ = [
     "Actor",
     "ActorError",
+    "Channel",
     "MeshFailure",
     "ProcMesh",
     "SupervisionError",
@@ -44,6 +47,7 @@ __all__ = [
     "leave",
     "monarch_actor",
     "this_host",
+    "this_proc",
 ]
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, Unpack, overload
 
 if TYPE_CHECKING:
     from forge.controller.handle import ActorHandle
-    from forge.controller.options import ActorOptions
+    from forge.controller.options import ActorOptions, Options
+    from forge.controller.peers import Peers
     from forge.controller.service import Service
-
 
 E = TypeVar("E", bound=Callable[..., Any])
 
@@ -46,6 +46,14 @@ class Endpoint:
     retry: bool | None
 
 
+def endpoint_of(cls: type["ForgeActor"], name: str) -> Endpoint:
+    """What a class says of an endpoint; an AttributeError that lists those it has when there is none."""
+    found = getattr(getattr(cls, name, None), "__forge_endpoint__", None)
+    if found is None:
+        raise AttributeError(f"{cls.__name__} has no endpoint {name!r}; it has {', '.join(cls.endpoints())}")
+    return found
+
+
 class ForgeActor:
     """A machine in the loop. Subclass it, mark methods with `@endpoint`, and start it with:
 
@@ -59,7 +67,7 @@ class ForgeActor:
     rank: int = 0  # of this process in its mesh
     world_size: int = 1  # processes in the mesh
     replica: int = 0  # number of this mesh in its service
-    peers: "ActorHandle"  # the whole mesh, this process included
+    peers: "Peers"  # the whole mesh, this process included
     # A folder on this host that outlives the process and is there again for the one that replaces it, until
     # the service is shut down; see `forge.controller.journal`. None outside of a service.
     state_dir: Path | None = None
@@ -68,6 +76,9 @@ class ForgeActor:
     compute_bound: ClassVar[bool] = False
     # Whether rank 0 drives the other ranks itself, so that a routed call goes to rank 0 only.
     driver_only: ClassVar[bool] = False
+    # Whether a single actor (`as_actor`) is replaced when its process dies: it has no state, or it finds its
+    # state again in `setup` or `catch_up`. Replicas of a service are always replaced.
+    recovers: ClassVar[bool] = False
 
     async def setup(self) -> None:
         """Loads what the actor needs, after the constructor of every rank has returned."""
@@ -112,32 +123,11 @@ class ForgeActor:
         return await loop.run_in_executor(self._thread, functools.partial(function, *args, **kwargs))
 
     @classmethod
-    def options(
-        cls,
-        *,
-        procs: int = 1,
-        hosts: int | None = None,
-        with_gpus: bool = False,
-        num_replicas: int = 1,
-        mesh_name: str | None = None,
-        env: dict[str, str] | None = None,
-    ) -> "ActorOptions[Self]":
-        """Where and how often this actor runs.
-
-        procs: processes of one replica (on each host); hosts: hosts of one replica, None for this one;
-        with_gpus: one GPU for each process; env: environment variables of its processes.
-        """
+    def options(cls, **options: "Unpack[Options]") -> "ActorOptions[Self]":
+        """Where and how often this actor runs; see `forge.controller.options.Options` for the keys."""
         from forge.controller.options import ActorOptions
 
-        return ActorOptions(
-            cls,
-            procs=procs,
-            hosts=hosts,
-            with_gpus=with_gpus,
-            num_replicas=num_replicas,
-            mesh_name=mesh_name,
-            env=dict(env or {}),
-        )
+        return ActorOptions(cls, **options)
 
     @classmethod
     async def as_service(cls, *args: Any, **kwargs: Any) -> "Service":

@@ -5,7 +5,7 @@ import os
 from forge.controller._monarch import current_rank
 
 
-def bootstrap(env: dict[str, str], gpus: list[int] | None) -> None:
+def bootstrap(env: dict[str, str], gpus: list[str]) -> None:
     """Sets the environment of one process of a mesh.
 
     OpenMP reads its settings when torch is first imported, CUDA when it is first used: both later than this.
@@ -13,5 +13,7 @@ def bootstrap(env: dict[str, str], gpus: list[int] | None) -> None:
     rank = current_rank().rank
     os.environ.update(env)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    if gpus is not None:
-        os.environ.update(CUDA_VISIBLE_DEVICES=str(gpus[rank]), LOCAL_RANK="0")
+    if gpus:
+        os.environ.update(CUDA_VISIBLE_DEVICES=gpus[rank], LOCAL_RANK="0")
+    else:  # a process without a GPU of its own must not take one that another holds
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -81,3 +81,17 @@ def serving(id: str) -> Iterator[None]:
         yield
     finally:
         _serving.reset(token)
+
+
+@contextlib.contextmanager
+def waiting(service: str, method: str) -> Iterator[Outgoing]:
+    """A new call that this task waits for as long as the block lasts."""
+    task = asyncio.current_task()
+    name = task.get_name() if task is not None else "main"
+    call = Outgoing(new_call_id(), _serving.get(), name, service, method, time.time())
+    ledger.outgoing[call.id] = call
+    try:
+        yield call
+    finally:
+        del ledger.outgoing[call.id]
+        ledger.moved()

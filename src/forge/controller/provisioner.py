@@ -1,33 +1,57 @@
 """Provisioner: which process gets which GPU and how many threads."""
 
 import asyncio
+import contextlib
 import functools
+import itertools
+import logging
 import os
+import signal
 import socket
 import subprocess
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from forge.controller._monarch import ProcMesh, this_host
 from forge.controller.bootstrap import bootstrap
 from forge.errors import NotEnoughGPUs
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Placement:
-    """The processes of one mesh, and the GPUs they hold."""
+    """The processes of one mesh."""
 
     procs: ProcMesh
-    gpus: list[int]
 
 
 class Provisioner:
-    """The ledger of this host's GPUs; every mesh of processes comes from here and goes back here."""
+    """The ledger of this host's GPUs; every mesh of processes comes from here and goes back here.
 
-    def __init__(self, gpus: list[int] | None = None) -> None:
+    GPUs are known by what CUDA_VISIBLE_DEVICES takes: "0", "GPU-5ee1...", "MIG-...".
+    """
+
+    def __init__(self, gpus: list[str] | None = None) -> None:
         self._free = visible_gpus() if gpus is None else list(gpus)
         self._total = len(self._free)
 
-    def reserve(self, name: str, num_gpus: int) -> list[int]:
+    @property
+    def num_free(self) -> int:
+        """GPUs that nobody holds."""
+        return len(self._free)
+
+    def check(self, demands: Mapping[str, int]) -> None:
+        """Raises NotEnoughGPUs, with the arithmetic, when so many GPUs by service are not free in all."""
+        wanted = sum(demands.values())
+        if wanted > len(self._free):
+            parts = " + ".join(f"{name} {num}" for name, num in demands.items() if num)
+            raise NotEnoughGPUs(
+                f"{parts} = {wanted} GPUs are wanted, {len(self._free)} of {self._total} are free: lower "
+                "procs or num_replicas of a service, or set its with_gpus to false"
+            )
+
+    def reserve(self, name: str, num_gpus: int) -> list[str]:
         """Takes GPUs out of the ledger; NotEnoughGPUs with the arithmetic when they are not there."""
         if num_gpus > len(self._free):
             raise NotEnoughGPUs(
@@ -37,8 +61,12 @@ class Provisioner:
         taken, self._free = self._free[:num_gpus], self._free[num_gpus:]
         return taken
 
+    def give_back(self, gpus: list[str]) -> None:
+        """Puts GPUs back into the ledger, behind those that are free: a suspect one is taken last."""
+        self._free.extend(gpus)
+
     def spawn(
-        self, name: str, procs: int, gpus: list[int], *, compute_bound: bool, env: dict[str, str]
+        self, name: str, procs: int, gpus: list[str], *, compute_bound: bool, env: dict[str, str]
     ) -> Placement:
         """Starts `procs` processes, one GPU each where `gpus` has any."""
         own = {
@@ -52,22 +80,31 @@ class Provisioner:
             "TOKENIZERS_PARALLELISM": "false",
             **env,
         }
-        start = functools.partial(bootstrap, own, gpus or None)
-        return Placement(this_host().spawn_procs({"procs": procs}, bootstrap=start, name=name), gpus)
+        start = functools.partial(bootstrap, own, gpus)
+        return Placement(this_host().spawn_procs({"procs": procs}, bootstrap=start, name=name))
 
-    async def release(self, placement: Placement, pids: list[int]) -> None:
-        """Stops the processes and takes their GPUs back; kills what does not stop by itself."""
+    async def release(self, placement: Placement, pids: list[int], *, kill: bool = False) -> None:
+        """Stops the processes; kills those that don't stop by themselves, or all at once with `kill`."""
+        if kill:
+            end_processes(pids)
         try:
             await asyncio.wait_for(_stop(placement.procs), timeout=5)
+        except TimeoutError:
+            logger.debug("%s did not stop in time: killing it", placement.procs)
         finally:
-            for pid in pids:
-                if is_running(pid):
-                    os.kill(pid, 9)
-            self._free.extend(placement.gpus)
+            end_processes(pids)
 
 
 async def _stop(procs: ProcMesh) -> None:
     await procs.stop()
+
+
+def end_processes(pids: Iterable[int]) -> None:
+    """Kills those that still run."""
+    for pid in pids:
+        if is_running(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def num_cores() -> int:
@@ -75,16 +112,18 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def visible_gpus() -> list[int]:
+def visible_gpus() -> list[str]:
     """GPUs of this host that CUDA_VISIBLE_DEVICES leaves; without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [int(part) for part in visible.split(",") if part.strip().isdigit()]
+        parts = [part.strip() for part in visible.split(",")]
+        return list(itertools.takewhile(lambda part: part not in ("", "-1"), parts))  # CUDA stops there too
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):  # no driver: no GPUs
         return []
-    return list(range(len([line for line in listing.stdout.splitlines() if line.startswith("GPU")])))
+    num_gpus = len([line for line in listing.stdout.splitlines() if line.startswith("GPU")])
+    return [str(i) for i in range(num_gpus)]
 
 
 def free_port() -> int:

@@ -1,8 +1,26 @@
 """Router: which replica serves the next call."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from forge.controller.replica import Replica
+
+class Candidate(Protocol):
+    """A replica that can take a call now."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def load(self) -> int:
+        """Calls of this process that are in flight there."""
+        ...
+
+
+class Router(Protocol):
+    """Chooses a replica; your own goes to `options(router=...)`. It must be picklable, as handles travel."""
+
+    def choose(self, replicas: Sequence[Candidate]) -> int:
+        """Position in `replicas`, which is not empty and holds only such as can take a call."""
+        ...
 
 
 class LeastLoadedRouter:
@@ -12,9 +30,11 @@ class LeastLoadedRouter:
         self._turn: dict[int, int] = {}
         self._calls = 0
 
-    def choose(self, replicas: Sequence[Replica]) -> Replica:
-        """`replicas` is not empty; all of them can serve."""
-        chosen = min(replicas, key=lambda r: (r.load, self._turn.get(r.index, 0)))
+    def choose(self, replicas: Sequence[Candidate]) -> int:
+        """See `Router`."""
+        position = min(
+            range(len(replicas)), key=lambda i: (replicas[i].load, self._turn.get(replicas[i].index, 0))
+        )
         self._calls += 1
-        self._turn[chosen.index] = self._calls
-        return chosen
+        self._turn[replicas[position].index] = self._calls
+        return position

@@ -1,40 +1,56 @@
 """Runtime: everything that was started in this process, and its orderly end."""
 
 import asyncio
+import itertools
 import logging
+import os
+import shutil
+import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from forge.controller._monarch import MeshFailure, leave, monarch_actor
-from forge.controller.handle import ActorHandle, first_line
-from forge.controller.mesh import Mesh
+from forge.controller.client import LocalClient
+from forge.controller.directory import Directory
+from forge.controller.handle import ActorHandle
+from forge.controller.lane import cause_of_death
 from forge.controller.provisioner import Provisioner
-from forge.controller.service import Service
+from forge.controller.run_folder import make_run_folder
+from forge.controller.service import Service, first_line
+from forge.controller.supervisor import Supervisor
 from forge.observability import metrics
 
 if TYPE_CHECKING:
     from forge.controller.options import ActorOptions
 
 logger = logging.getLogger(__name__)
+_TEARDOWN_S = 4.0  # for all services together; their processes end after it, willing or not
 
 
 class Runtime:
-    """Owns every process mesh. `async with Runtime():` closes all of it in reverse order, whatever happened.
+    """Owns every service and actor. `async with Runtime():` closes all of it, newest first, after success,
+    an error, Ctrl-C or SIGTERM.
 
     Scripts that never mention a runtime get one on first use; they end their services themselves or leave
     it to the end of the process, with which all of its children go.
     """
 
     _current: ClassVar["Runtime | None"] = None
+    _serial: ClassVar = itertools.count()
 
     def __init__(self) -> None:
         self.provisioner = Provisioner()
-        self._open: dict[int, tuple[Any, list[Mesh]]] = {}  # by id of the handle or service, oldest first
+        self.folder: Path = make_run_folder()  # of this run: what outlives the processes of its actors
+        self.services: dict[str, Supervisor] = {}  # by uid, oldest first; single actors too
         self._closers: list[Callable[[], Awaitable[None]]] = []
-        self._starts: set[asyncio.Task[list[Mesh]]] = set()  # not finished yet
+        self._starts: set[asyncio.Task[None]] = set()  # not finished yet
         self._preparations: dict[type, asyncio.Task[None]] = {}
-        monarch_actor.unhandled_fault_hook = _note_fault
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_terminated = False
+        monarch_actor.unhandled_fault_hook = self._note_fault
 
     @classmethod
     def current(cls) -> "Runtime":
@@ -46,10 +62,15 @@ class Runtime:
     async def __aenter__(self) -> Self:
         assert Runtime._current is None, "a runtime is open in this process already"
         Runtime._current = self
+        self._terminate_on_sigterm(asyncio.current_task())
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         await self.aclose()
+        if self._is_terminated and isinstance(error, asyncio.CancelledError):
+            raise SystemExit(128 + signal.SIGTERM) from None
 
     @staticmethod
     def leave() -> None:
@@ -59,17 +80,20 @@ class Runtime:
     async def start_actor(
         self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any]
     ) -> ActorHandle:
-        [mesh] = await self._start(options, args, kwargs)
-        self._open[id(mesh.handle)] = (mesh.handle, [mesh])
-        return mesh.handle
+        """One mesh; replaced when it dies if its class says that it recovers its state."""
+        return ActorHandle(await self._start(options, args, kwargs, heals=options.cls.recovers))
 
     async def start_service(
         self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any]
     ) -> Service:
-        meshes = await self._start(options, args, kwargs)
-        service = Service(options.name, options.cls, meshes)
-        self._open[id(service)] = (service, meshes)
-        return service
+        """`num_replicas` meshes, which are replaced when they die."""
+        return Service(await self._start(options, args, kwargs, heals=True))
+
+    def check_gpus(self, services: Mapping[str, "ActorOptions[Any]"]) -> None:
+        """Raises NotEnoughGPUs when these can't all be started, before one of them is."""
+        self.provisioner.check(
+            {name: o.procs * o.num_replicas if o.with_gpus else 0 for name, o in services.items()}
+        )
 
     def on_close(self, closer: Callable[[], Awaitable[None]]) -> None:
         """Runs `closer` after the last actor is stopped."""
@@ -77,14 +101,16 @@ class Runtime:
 
     async def drain_metrics(self) -> dict[str, float]:
         """Everything recorded in all processes since the last call, merged."""
-        meshes = [mesh for _, group in self._open.values() for mesh in group]
-        drained = await asyncio.gather(*(mesh.drain_metrics() for mesh in meshes))
+        drained = await asyncio.gather(*(service.drain_metrics() for service in self.services.values()))
         return metrics.merge([metrics.drain(), *(part for parts in drained for part in parts)])
 
-    async def close(self, handle: Any) -> None:
+    async def close(self, uid: str) -> None:
         """Stops one actor or service; a second time does nothing."""
-        _, meshes = self._open.pop(id(handle), (None, []))
-        await asyncio.gather(*(mesh.stop(self.provisioner) for mesh in meshes))
+        service = self.services.pop(uid, None)
+        if service is not None:
+            Directory.supervisors.pop(uid, None)
+            await service.teardown()
+            await service.stop()
 
     async def aclose(self) -> None:
         """Stops everything, newest first. Runs to its end even when the caller is cancelled meanwhile."""
@@ -93,15 +119,19 @@ class Runtime:
         await _uninterrupted(self._close_all())
 
     async def _close_all(self) -> None:
-        errors: list[BaseException] = []
         for start in self._starts:
             start.cancel()
         await asyncio.gather(*self._starts, return_exceptions=True)
-        meshes = [mesh for _, group in reversed(self._open.values()) for mesh in group]
-        self._open.clear()
-        outcomes = await asyncio.gather(
-            *(mesh.stop(self.provisioner) for mesh in meshes), return_exceptions=True
-        )
+        services = list(reversed(self.services.values()))
+        self.services.clear()
+        errors: list[BaseException] = []
+        try:
+            async with asyncio.timeout(_TEARDOWN_S):
+                for service in services:
+                    await service.teardown()
+        except TimeoutError:
+            logger.warning("while closing: teardown took over %g s: ending all processes", _TEARDOWN_S)
+        outcomes = await asyncio.gather(*(service.stop() for service in services), return_exceptions=True)
         errors += [o for o in outcomes if isinstance(o, BaseException)]
         for closer in reversed(self._closers):
             try:
@@ -109,37 +139,68 @@ class Runtime:
             except Exception as error:  # the rest must be closed too; logged below, none is lost
                 errors.append(error)
         self._closers.clear()
+        for service in services:
+            Directory.supervisors.pop(service.uid, None)
+        shutil.rmtree(self.folder, ignore_errors=True)
         for error in errors:
             logger.warning("while closing: %s: %s", type(error).__name__, first_line(error))
 
-    async def _start(self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any]) -> list[Mesh]:
-        """Starts meshes in a task that `aclose` can end, should the caller have given up waiting for it."""
-        start = asyncio.ensure_future(self._start_meshes(options, args, kwargs))
+    async def _start(
+        self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any], *, heals: bool
+    ) -> LocalClient:
+        """Starts in a task that `aclose` can end, should the caller have given up waiting for it."""
+        self._loop = asyncio.get_running_loop()
+        directory = Directory.open()
+        uid = f"{options.name}-{os.getpid()}-{next(self._serial)}"
+        service = Supervisor(
+            uid,
+            options,
+            args,
+            kwargs,
+            provisioner=self.provisioner,
+            state_dir=self.folder / uid,
+            heals=heals,
+        )
+        start = asyncio.ensure_future(self._prepare_and_start(service))
         self._starts.add(start)
         start.add_done_callback(self._starts.discard)
-        return await start
+        await start
+        return LocalClient(service, directory)
 
-    async def _start_meshes(
-        self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any]
-    ) -> list[Mesh]:
-        per_replica = options.procs if options.with_gpus else 0
-        gpus = self.provisioner.reserve(options.name, per_replica * options.num_replicas)
-        if options.cls not in self._preparations:
-            self._preparations[options.cls] = asyncio.ensure_future(options.cls.prepare())
-        await self._preparations[options.cls]
-        starts = [
-            Mesh.start(
-                self.provisioner, options, gpus[i * per_replica : (i + 1) * per_replica], i, args, kwargs
-            )
-            for i in range(options.num_replicas)
-        ]
-        outcomes = await asyncio.gather(*starts, return_exceptions=True)
-        errors = [o for o in outcomes if isinstance(o, BaseException)]
-        if errors:
-            started = [o for o in outcomes if isinstance(o, Mesh)]
-            await asyncio.gather(*(mesh.stop(self.provisioner) for mesh in started))
-            raise errors[0]
-        return [o for o in outcomes if isinstance(o, Mesh)]
+    async def _prepare_and_start(self, service: Supervisor) -> None:
+        cls = service.options.cls
+        if cls not in self._preparations:
+            self._preparations[cls] = asyncio.ensure_future(cls.prepare())
+        await self._preparations[cls]
+        await service.start()
+        self.services[service.uid] = Directory.supervisors[service.uid] = service
+
+    def _terminate_on_sigterm(self, task: "asyncio.Task[Any] | None") -> None:
+        """SIGTERM ends the block like Ctrl-C does, unless the program handles it itself."""
+        if (
+            task is None
+            or threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        ):
+            return
+
+        def terminate() -> None:
+            self._is_terminated = True
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+
+    def _note_fault(self, failure: MeshFailure) -> None:
+        """Monarch's default hook ends this process with its child; here the child is replaced."""
+        mesh_name = failure.mesh_name.rpartition("-")[0]
+        logger.debug("fault of %s (seen on %s)", mesh_name, threading.current_thread().name)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._pass_on_fault, mesh_name, cause_of_death(failure.report()))
+
+    def _pass_on_fault(self, mesh_name: str, reason: str) -> None:
+        for service in list(self.services.values()):
+            if service.note_fault(mesh_name, reason):
+                return
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
@@ -153,10 +214,3 @@ async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
     task.result()
     if cancelled is not None:
         raise cancelled
-
-
-def _note_fault(failure: MeshFailure) -> None:
-    """Monarch's default hook ends this process with its child; here the next call on the child raises."""
-    text = f"process of {failure.mesh_name} is gone"
-    # A mesh that we stop reports its own end in the same way; only the log tells, at the lowest level.
-    logger.debug("%s (seen on %s)", text, threading.current_thread().name)
