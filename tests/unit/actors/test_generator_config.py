@@ -11,6 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from forge.actors._vllm.arguments import engine_args, engine_config, kv_cache_nbytes, sampling_params
 from forge.actors._vllm.checkpoint import check_weights, tensor_shapes
+from forge.actors._vllm.worker import stage, staged
 from forge.actors.generator import Generator, Policy, engine_seed
 from forge.errors import ConfigError, WeightsMismatch
 
@@ -149,3 +150,13 @@ def test_a_tied_output_layer_may_be_published_or_not(tiny_llama: Path, tiny_qwen
     del untied["lm_head.weight"]
     with pytest.raises(WeightsMismatch, match="lm_head.weight is missing"):
         check_weights(untied, tensor_shapes(tiny_qwen3), tied=False)
+
+
+def test_weights_that_come_late_do_not_displace_newer_ones() -> None:
+    older, newer = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+    stage(7, newer)
+    stage(6, older)
+    assert staged(7) is newer and staged(6) is older
+    stage(8, {})
+    with pytest.raises(KeyError):
+        staged(7)
