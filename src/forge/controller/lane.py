@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from forge.controller._monarch import ActorError, Channel, SupervisionError, ValueMesh
-from forge.controller.parcel import FRAME_BYTES, pack, unpack
+from forge.controller.parcel import FRAME_BYTES, is_large, pack, unpack
 
 T = TypeVar("T")
 
@@ -30,9 +30,9 @@ class LaneLost(Exception):
 class Lane:
     """Sends calls to one replica.
 
-    The first call of a turn of the event loop goes straight to Monarch. The others of that turn share one
-    message, and answers that are ready at the same time share one too: a message costs far more than a
-    call in it.
+    A call that is alone goes straight to Monarch. Where several are in flight, those that are made in one
+    turn of the event loop share a message, and so do answers that are ready in one turn: a message costs far
+    more than a small call in it.
     """
 
     def __init__(self, member: Member) -> None:
@@ -43,7 +43,6 @@ class Lane:
         hosts = member.hosts
         self._all = hosts
         self._first = hosts.slice(procs=0) if member.num_procs > 1 else hosts
-        self._sent_this_turn = False
         self._outbox: list[tuple[str, str, str, bytes]] = []
         self._answers: dict[str, asyncio.Future[tuple[bool, bytes]]] = {}
         self._port: Any = None
@@ -57,10 +56,10 @@ class Lane:
 
     async def call_first(self, id: str, caller: str, method: str, args: tuple, kwargs: dict) -> Any:
         """Runs an endpoint on rank 0 and returns its value."""
-        if self._sent_this_turn:
-            return await self._call_in_frame(id, caller, method, pack((args, kwargs)))
-        self._sent_this_turn = True
-        asyncio.get_running_loop().call_soon(self._end_turn)
+        if self.load > 1 and not any(map(is_large, args)):
+            packed = pack((args, kwargs))
+            if len(packed) < FRAME_BYTES:
+                return await self._call_in_frame(id, caller, method, packed)
         return await self._answered(id, self._first.invoke.call_one(id, caller, method, args, kwargs))
 
     async def call_all(self, id: str, caller: str, method: str, args: tuple, kwargs: dict) -> ValueMesh:
@@ -85,6 +84,8 @@ class Lane:
 
     async def _call_in_frame(self, id: str, caller: str, method: str, packed: bytes) -> Any:
         future = self._answers[id] = asyncio.get_running_loop().create_future()
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._end_turn)
         self._outbox.append((id, caller, method, packed))
         try:
             ok, answer = await future
@@ -99,9 +100,8 @@ class Lane:
 
     def _end_turn(self) -> None:
         """Sends what has gathered, in messages of bounded size."""
-        self._sent_this_turn = False
         outbox, self._outbox = self._outbox, []
-        if outbox and self._port is None:
+        if self._port is None:
             self._port, receiver = Channel.open()
             self._receiver = asyncio.ensure_future(self._receive(receiver))
         while outbox:

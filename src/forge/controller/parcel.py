@@ -9,7 +9,7 @@ import cloudpickle
 
 from forge.errors import ActorFailure
 
-FRAME_BYTES = 8 << 20  # Monarch is fastest at messages of 1 to 16 MB, and collapses above 32 MB
+FRAME_BYTES = 256 << 10  # calls share messages up to this size; what is larger gains nothing by it
 
 
 def pack(value: Any) -> bytes:
@@ -24,6 +24,12 @@ def pack(value: Any) -> bytes:
         return cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever a user's __reduce__ raises
         raise TypeError(f"{type(value).__name__} can't be sent to another process: {error}") from error
+
+
+def is_large(value: Any) -> bool:
+    """Whether bytes, text, a tensor or an array is larger than a frame, told without pickling it."""
+    size = len(value) if isinstance(value, bytes | bytearray | str) else getattr(value, "nbytes", 0)
+    return isinstance(size, int) and size > FRAME_BYTES
 
 
 def unpack(packed: bytes) -> Any:

@@ -1,8 +1,9 @@
-"""Stacks: where every thread is, and what every task awaits, read from another thread without stopping either."""
+"""Stacks: where every thread is, and what every task awaits, read from beside them without a stop."""
 
 import asyncio
 import concurrent.futures
 import concurrent.futures.thread
+import contextlib
 import gc
 import sys
 import threading
@@ -112,7 +113,7 @@ def _awaited_by(awaitable: Any) -> Any:
 
 
 def _inside(wrapper: Any) -> Any:
-    """What an object of C awaits, which has no attribute for it: a future's iterator, `anext(...)` and the like."""
+    """What an object of C awaits that has no attribute for it: a future's iterator, `anext(...)`, ..."""
     kinds = (CoroutineType, GeneratorType, AsyncGeneratorType, asyncio.Future)
     if isinstance(wrapper, kinds):  # finished meanwhile
         return None
@@ -142,5 +143,6 @@ def _executor_futures(future: "asyncio.Future[Any]") -> Iterator["concurrent.fut
     """The executor's own future that `run_in_executor` chained to this one: its callback holds it."""
     for callback, *_ in getattr(future, "_callbacks", None) or ():
         for cell in getattr(callback, "__closure__", None) or ():
-            if isinstance(cell.cell_contents, concurrent.futures.Future):
-                yield cell.cell_contents
+            with contextlib.suppress(ValueError):  # an empty cell
+                if isinstance(cell.cell_contents, concurrent.futures.Future):
+                    yield cell.cell_contents

@@ -1,9 +1,8 @@
-"""Witness: a thread in every process that tells what the process waits for, also when its event loop is stuck."""
+"""Witness: a thread in every process that tells what it waits for, also when its event loop is stuck."""
 
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 import threading
 import time
@@ -21,35 +20,6 @@ TICK_S = 1.0
 STACKS, MOVES = "stacks", "moves"  # what can be asked for: everything, or everything but the stacks
 
 
-def run_base() -> Path:
-    """The folder with one folder for each run of this user on this machine, named by its root's pid.
-
-    Always in /tmp, whatever TMPDIR is: the shell that asks and the job that answers may differ in it.
-    """
-    return Path(f"/tmp/forge-{os.getuid()}")
-
-
-def new_run_dir() -> Path:
-    """The folder of a run whose root is this process. Removes those of runs that are over."""
-    base = run_base()
-    _own_folder(base)
-    for folder in base.iterdir():
-        if folder.name.isdecimal() and not is_alive(int(folder.name)):
-            shutil.rmtree(folder, ignore_errors=True)
-    run_dir = base / str(os.getpid())
-    _own_folder(run_dir)
-    return run_dir
-
-
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process on this machine; a zombie is none."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
-
-
 class Witness:
     """Answers each connection to `<run_dir>/<pid>.sock` with one ProcessReport. Ends with its process."""
 
@@ -65,13 +35,11 @@ class Witness:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops answering and removes the socket, and the folder once it is empty."""
+        """Stops answering and removes the socket."""
         self._closing = True
         self._thread.join(2 * TICK_S)
         self._socket.close()
         self._path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._path.parent.rmdir()
 
     def _run(self) -> None:
         while not self._closing:
@@ -80,7 +48,8 @@ class Witness:
                 connection, _ = self._socket.accept()
             except TimeoutError:
                 continue
-            with connection, contextlib.suppress(OSError):  # whoever asked has gone
+            # Whoever asked has gone, or what was read has changed while it was read: no answer is an answer.
+            with connection, contextlib.suppress(OSError, RuntimeError):
                 connection.settimeout(TICK_S)
                 with_stacks = connection.recv(64).decode(errors="replace").strip() == STACKS
                 connection.sendall(to_json(self.report(with_stacks)).encode())
@@ -151,7 +120,7 @@ class Witness:
 
 
 def start_witness(run_dir: Path, loop: asyncio.AbstractEventLoop | None) -> Witness:
-    """Lets this process be asked what it waits for. `loop` is where its endpoints, or the root's tasks, run."""
+    """Lets this process be asked what it waits for. Its endpoints or tasks run on `loop`."""
     path = run_dir / f"{os.getpid()}.sock"
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ForgeError(
