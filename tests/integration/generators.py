@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from forge.controller import ActorHandle, Service
@@ -13,6 +14,7 @@ from forge.data_models import Completion
 from forge.weights import publish, retire
 
 MAX_MODEL_LEN = 960
+BATCH = 64
 PROMPT = "What is 7 + 8? "
 Weights = dict[str, Tensor]
 _versions = itertools.count(1)
@@ -36,16 +38,25 @@ class Model:
         noise = torch.Generator().manual_seed(seed)
         return {n: p * (1 + scale * torch.randn(p.shape, generator=noise)) for n, p in self.original.items()}
 
-    @torch.no_grad()
     def logprobs(self, completion: Completion, weights: Weights) -> Tensor:
         """What transformers, with these weights, says about the completion's tokens."""
+        return self.all_logprobs([completion], weights)[0]
+
+    @torch.no_grad()
+    def all_logprobs(self, completions: list[Completion], weights: Weights) -> list[Tensor]:
+        """`logprobs` of each, many in one forward: what is padded on the right is seen by no token."""
         self.reference.load_state_dict(weights, strict=False)
         self.reference.tie_weights()
-        assert completion.prompt_ids is not None
-        ids = torch.cat([completion.prompt_ids, completion.token_ids])
-        logits = self.reference(ids[None]).logits[0, len(completion.prompt_ids) - 1 : -1]
-        scaled = torch.log_softmax(logits / completion.temperature, -1)
-        return scaled.gather(1, completion.token_ids[:, None])[:, 0]
+        found: list[Tensor] = []
+        for first in range(0, len(completions), BATCH):
+            batch = completions[first : first + BATCH]
+            rows = [torch.cat([c.prompt_ids, c.token_ids]) for c in batch if c.prompt_ids is not None]
+            logits = self.reference(pad_sequence(rows, batch_first=True)).logits
+            for completion, row, row_logits in zip(batch, rows, logits, strict=True):
+                last = row_logits[: len(row) - 1][-len(completion.token_ids) :]
+                scaled = torch.log_softmax(last / completion.temperature, -1)
+                found.append(scaled.gather(1, completion.token_ids[:, None])[:, 0])
+        return found
 
     def gap(self, completions: list[Completion], weights: Weights) -> float:
         """The largest difference between the generator's log-probabilities and transformers'."""

@@ -83,12 +83,15 @@ async def update_and_kill(traffic: Traffic, version: int, weights: Weights, mome
 def check(model: Model, weights: dict[int, Weights], answers: list[tuple[int, Completion]]) -> None:
     """Each completion's versions are new enough, and its log-probabilities those of these versions."""
     for floor, completion in answers:
-        versions = completion.token_versions
-        assert versions is not None and completion.generator_version == int(versions.min())
-        assert int(versions.min()) >= floor, "sampled from weights that were already replaced everywhere"
-        for version in versions.unique().tolist():
-            gap = (completion.logprobs - model.logprobs(completion, weights[version])).abs()
-            assert float(gap[versions == version].max()) < 1e-3, f"not sampled from version {version}"
+        assert completion.token_versions is not None
+        oldest = int(completion.token_versions.min())
+        assert completion.generator_version == oldest
+        assert oldest >= floor, "sampled from weights that were already replaced everywhere"
+    for version, weights_then in weights.items():
+        named = [c for _, c in answers if c.token_versions is not None and version in c.token_versions]
+        for completion, logprobs in zip(named, model.all_logprobs(named, weights_then), strict=True):
+            gap = (completion.logprobs - logprobs).abs()[completion.token_versions == version]
+            assert float(gap.max()) < 1e-3, f"not sampled from version {version}"
 
 
 async def rounds(folder: Path) -> None:
