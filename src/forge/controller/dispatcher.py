@@ -17,7 +17,7 @@ from forge.errors import ActorFailure, CallTimeout, ReplicaLost
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 6  # replicas that one call may be lost with; it may be what kills them
+MAX_ATTEMPTS = 10  # replicas that one call may be lost with; it may be what kills them
 
 Send = Callable[[Lane, Outgoing], Awaitable[Any]]
 
