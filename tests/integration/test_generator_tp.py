@@ -83,8 +83,8 @@ def test_a_lost_rank_fails_the_calls_instead_of_hanging(tiny_llama: Path) -> Non
             for _ in range(3)
         ]
         await asyncio.sleep(0.5)
-        [mesh] = [mesh for _, group in Runtime.current()._open.values() for mesh in group]
-        victim = mesh._pids[1]
+        [replica] = await model.generator.replicas()
+        victim = replica.pids[1]
         os.kill(victim, signal.SIGKILL)
         outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), LIMIT_S)
         assert all(isinstance(outcome, ActorFailure) for outcome in outcomes), outcomes
