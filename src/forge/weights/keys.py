@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 PREFIX = "policy"
 _INDEX = re.compile(rf"{PREFIX}\.v(\d+)\.rank(\d+)of(\d+)\.index")
+_OF_VERSION = re.compile(rf"{PREFIX}\.v(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ def published_parts(keys: Iterable[str]) -> dict[int, list[PartKey]]:
             version, rank, world_size = map(int, match.groups())
             found[version].append(PartKey(version, rank, world_size))
     return {v: sorted(found[v], key=lambda key: (key.world_size, key.rank)) for v in sorted(found)}
+
+
+def stored_versions(keys: Iterable[str]) -> set[int]:
+    """Every version that any key belongs to."""
+    return {int(match[1]) for key in keys if (match := _OF_VERSION.match(key))}
 
 
 def missing_ranks(parts: list[PartKey]) -> list[int]:

@@ -14,7 +14,14 @@ from forge.errors import ForgeError, WeightsMismatch, WeightsMissing
 from forge.weights._torchstore import ActorError, ts
 from forge.weights.arena import Arena, ArenaPool
 from forge.weights.assembly import assemble
-from forge.weights.keys import PREFIX, PartKey, missing_ranks, published_parts, version_prefix
+from forge.weights.keys import (
+    PREFIX,
+    PartKey,
+    missing_ranks,
+    published_parts,
+    stored_versions,
+    version_prefix,
+)
 from forge.weights.manifest import Part, pack, plan_pieces
 from forge.weights.store import connect
 from forge.weights.transport import MESSAGE_NBYTES, Transport, window
@@ -88,6 +95,17 @@ async def versions() -> list[int]:
     await connect()
     found = published_parts(await ts.keys(PREFIX))
     return [version for version, parts in found.items() if not missing_ranks(parts)]
+
+
+async def unfinished() -> list[int]:
+    """The versions of which the store holds something, but not all ranks' parts, ascending.
+
+    They are being published or retired, or whoever did so is gone: then `retire` removes what is left.
+    """
+    await connect()
+    keys = await ts.keys(PREFIX)
+    whole = {version for version, parts in published_parts(keys).items() if not missing_ranks(parts)}
+    return sorted(stored_versions(keys) - whole)
 
 
 @torch.no_grad()

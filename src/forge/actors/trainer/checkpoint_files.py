@@ -1,6 +1,8 @@
 """Weights in a Hugging Face folder: strict reading into a sharded model, writing back."""
 
+import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,17 +45,31 @@ def load_weights(names: Mapping[str, Tensor], folder: Path) -> None:
         )
 
 
-def save_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Whole tensors by Hugging Face names -> safetensors files; those of an earlier export are replaced."""
-    folder.mkdir(parents=True, exist_ok=True)
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder to write a model to; its files then take the place of those of an earlier export.
+
+    A kill before the end leaves the earlier export, or a mixture that the next attempt replaces.
+    """
+    new = folder / ".partial"  # inside, since the folder may be a file system of its own
+    if new.exists():
+        shutil.rmtree(new)
+    new.mkdir(parents=True)
+    yield new
     for stale in (*folder.glob("*.safetensors"), *folder.glob(INDEX)):
         stale.unlink()
+    for path in sorted(new.iterdir()):
+        os.replace(path, folder / path.name)
+    new.rmdir()
+
+
+def save_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Whole tensors by Hugging Face names -> safetensors files."""
     save_torch_state_dict({name: t.contiguous() for name, t in tensors.items()}, folder)
 
 
 def save_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
     """Copies what stands beside the weights in `source`; config.json says which dtype they have now."""
-    folder.mkdir(parents=True, exist_ok=True)
     for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern)}):
         if path.name != INDEX:
             shutil.copy(path, folder / path.name)

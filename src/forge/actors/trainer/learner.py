@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 
-from forge.actors.trainer.checkpoint_files import save_companions, save_weights, whole
+from forge.actors.trainer.checkpoint_files import replacing, save_companions, save_weights, whole
 from forge.actors.trainer.head import token_logprobs
 from forge.actors.trainer.loss_pass import Loss, as_floats, loss_of, normalizer_of
 from forge.actors.trainer.micro_batch import MicroBatch, count, name_episodes, split_micro_batches, to_device
@@ -18,6 +21,15 @@ from forge.actors.trainer.tally import Tally
 from forge.actors.trainer.update import Update
 from forge.data_models import ForwardBackwardResult, TrainInputs, TrainTargets
 from forge.errors import ForgeError
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What decides the next steps beside the learner's tensors."""
+
+    num_steps: int
+    random: tuple[Tensor, Tensor | None]  # state of torch's generators: the CPU's and the device's
+    loss: dict[str, Any] | None  # state of a loss that has `state_dict` and `load_state_dict`
 
 
 class Learner:
@@ -69,7 +81,7 @@ class Learner:
         grad_norm = self._update.clip()
         if not math.isfinite(grad_norm):
             names = name_episodes(self._pending)
-            self._forget()
+            self.forget()
             raise ForgeError(f"the gradient {names} is not finite: the weights were left as they were")
         lr = self._update.step()
         self._pending = []
@@ -97,8 +109,9 @@ class Learner:
         dtype = self.model.dtype
         tensors = {name: whole(t.to(dtype)).cpu() for name, t in self.model.hf_tensors().items()}
         if write:
-            save_weights(tensors, folder)
-            save_companions(self.model.folder, folder, dtype)
+            with replacing(folder) as new:
+                save_weights(tensors, new)
+                save_companions(self.model.folder, new, dtype)
         if dist.is_initialized():
             dist.barrier()
 
@@ -118,11 +131,43 @@ class Learner:
             if not math.isfinite(loss)
         ]
         if bad:
-            self._forget()
+            self.forget()
             raise ForgeError(
                 f"the loss {name_episodes(bad)} is not finite: the weights were left as they were"
             )
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drops the gathered gradients."""
         self._update.zero_grad()
         self._pending = []
+
+    @property
+    def num_steps(self) -> int:
+        """Updates so far."""
+        return self._update.num_steps
+
+    def tensors(self) -> list[Tensor]:
+        """This rank's part of weights and optimizer, live: with `facts` all that the next step depends on,
+        as long as no gradients wait for it."""
+        return self._update.tensors()
+
+    def facts(self) -> Facts:
+        """The rest of it."""
+        assert not self._pending, "gathered gradients are in no snapshot"
+        device = torch.cuda.get_rng_state(self.model.device) if self.model.device.type == "cuda" else None
+        loss = self.loss.state_dict() if isinstance(self.loss, Stateful) else None
+        return Facts(self.num_steps, (torch.get_rng_state(), device), loss)
+
+    def allocate(self) -> None:
+        """Makes room for what is to be written to `tensors`."""
+        self._update.allocate()
+
+    def resume(self, facts: Facts) -> None:
+        """Goes on from these facts, once `tensors` hold what they held then."""
+        self._update.resume(facts.num_steps)
+        host, device = facts.random
+        torch.set_rng_state(host)
+        if device is not None:
+            torch.cuda.set_rng_state(device, self.model.device)
+        if isinstance(self.loss, Stateful) and facts.loss is not None:
+            self.loss.load_state_dict(facts.loss)

@@ -58,12 +58,17 @@ class TrainingOptions:
     max_grad_norm: float = 1.0
     steps: int = 1_000_000  # of the whole run; the learning rate schedule needs it
     local_batch_size: int | None = None  # sequences that a rank gets each step; None: as many as come
+    # optimizer steps between two snapshots of the state that a replaced trainer starts from; 0: no snapshots,
+    # it repeats all steps
+    snapshot_every: int = 25
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "gradient_accumulation_steps", "steps", "local_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.snapshot_every < 0:
+            raise ConfigError(f"snapshot_every must not be negative, got {self.snapshot_every}")
         if self.max_grad_norm <= 0:
             raise ConfigError(f"max_grad_norm must be positive, got {self.max_grad_norm}")
 

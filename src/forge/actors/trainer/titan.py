@@ -10,7 +10,8 @@ from torch import Tensor
 from forge.actors.trainer.memory import keep_freed_memory
 from forge.actors.trainer.micro_batch import MicroBatch, from_text
 from forge.actors.trainer.options import trainer_options
-from forge.controller import ForgeActor, Runtime, endpoint
+from forge.actors.trainer.pushes import clear_unfinished, push, pushed_versions, to_push_again
+from forge.controller import ForgeActor, Runtime, call_id, endpoint
 from forge.data import assets
 from forge.data_models import ForwardBackwardResult, TextTrainBatch, TrainInputs, TrainTargets
 from forge.errors import ConfigError, ForgeError
@@ -19,6 +20,8 @@ from forge.observability import record
 if TYPE_CHECKING:
     from forge.actors.trainer.learner import Learner
     from forge.actors.trainer.loss_pass import Loss
+    from forge.actors.trainer.recovery import Recovery
+    from forge.actors.trainer.work import Work
 
 Inputs = Sequence[TrainInputs | TextTrainBatch]
 Targets = Sequence[TrainTargets] | None
@@ -31,10 +34,16 @@ class TitanTrainer(ForgeActor):
     them all. A loss is a mean over sequences, or over tokens where its attribute `normalize_by` is "tokens";
     a micro-batch is weighted by its share of them, so that neither micro-batches nor processes change the
     gradient.
+
+    When one of its processes is killed, those that take their place go on from the same weights, optimizer
+    state, schedule and random numbers, to the bit where the device computes the same numbers twice: no batch
+    is lost and none trained twice. See forge.actors.trainer.recovery.
     """
 
     compute_bound: ClassVar[bool] = True
+    recovers: ClassVar[bool] = True
     learner: "Learner"
+    recovery: "Recovery"
 
     def __init__(
         self,
@@ -79,67 +88,103 @@ class TitanTrainer(ForgeActor):
     async def setup(self) -> None:
         """Builds, shards and loads the model."""
         keep_freed_memory()
-        self.learner = await self.run_blocking(self._build)
+        await self.run_blocking(self._build)
 
-    def _build(self) -> "Learner":
+    def _build(self) -> None:
         from forge.actors.trainer.learner import Learner  # takes seconds: torchtitan
+        from forge.actors.trainer.recovery import Recovery
 
         folder = assets.fetch(self.config.model.hf_assets_path)
-        return Learner(folder, self.config, self.loss, world_size=self.world_size, seed=self.seed)
+        self.learner = Learner(folder, self.config, self.loss, world_size=self.world_size, seed=self.seed)
+        self.recovery = Recovery(
+            self.learner,
+            self.state_dir,
+            rank=self.rank,
+            world_size=self.world_size,
+            snapshot_every=self.config.training.snapshot_every,
+        )
+
+    async def catch_up(self) -> int | None:
+        """Brings a trainer that takes the place of a killed one to where that one was.
+
+        Returns the newest version of the weights in the store, None before the first.
+        """
+        if not self.recovery.restored:
+            await self._repeat_lost_work()
+        return max(await pushed_versions(), default=None) if self.recovery.pushed else None
+
+    async def _repeat_lost_work(self) -> None:
+        todo: list[Work] = await self.run_blocking(self.recovery.restore)
+        again: list[int] = []
+        if self.recovery.others_pushed:
+            begun = [work.version for work in todo if work.version is not None]
+            again = to_push_again(begun, await pushed_versions())
+            if self.rank == 0:
+                await clear_unfinished()
+            await self.run_blocking(self.recovery.meet)  # none publishes before
+        for work in todo:
+            await self.run_blocking(self.recovery.repeat, work)
+            if work.version in again:
+                again.remove(work.version)
+                tensors = await self.run_blocking(self.learner.copy_weights)
+                await push(work.version, tensors, rank=self.rank, world_size=self.world_size)
 
     async def teardown(self) -> None:
         """Leaves the other ranks."""
-        if hasattr(self, "learner"):  # setup may have failed
+        if hasattr(self, "recovery"):  # setup may have failed
+            await self.run_blocking(self.recovery.close)
             await self.run_blocking(self.learner.model.close)
 
-    @endpoint
+    @endpoint(retry=True)
     async def train_step(self, inputs: Inputs, targets: Targets = None) -> ForwardBackwardResult:
         """One optimizer step on one batch; the metrics also hold grad_norm, lr and num_tokens.
 
         Raises ForgeError naming the episodes where the loss or the gradient is not finite; the weights are
         then those of before.
         """
-        result = await self.run_blocking(self.learner.forward_backward, self._batches(inputs, targets))
-        update = await self.run_blocking(self.learner.optim_step)
-        self._record(result, update)
-        return ForwardBackwardResult(result.loss, {**result.metrics, **update})
-
-    @endpoint
-    async def forward_backward(self, inputs: Inputs, targets: Targets = None) -> ForwardBackwardResult:
-        """Adds one batch's gradient to those gathered since the last `optim_step`."""
-        result = await self.run_blocking(self.learner.forward_backward, self._batches(inputs, targets))
-        self._record(result, {})
+        batches = self._batches(inputs, targets)
+        result = await self.run_blocking(self.recovery.do, call_id(), "train_step", batches)
+        self._record(result)
         return result
 
-    @endpoint
+    @endpoint(retry=True)
+    async def forward_backward(self, inputs: Inputs, targets: Targets = None) -> ForwardBackwardResult:
+        """Adds one batch's gradient to those gathered since the last `optim_step`; an error drops them."""
+        batches = self._batches(inputs, targets)
+        result = await self.run_blocking(self.recovery.do, call_id(), "forward_backward", batches)
+        self._record(result)
+        return result
+
+    @endpoint(retry=True)
     async def optim_step(self) -> dict[str, float]:
         """Clips the gathered gradients, updates the weights, advances the schedule: grad_norm and lr."""
-        update = await self.run_blocking(self.learner.optim_step)
+        update = await self.run_blocking(self.recovery.do, call_id(), "optim_step")
         if self.rank == 0:
             record("trainer", **update)
         return update
 
-    @endpoint
+    @endpoint(retry=True)
     async def score(self, token_ids: Sequence[int]) -> Tensor:
         """Log-probability of each token but the first, given those before it, under the current weights:
         [T - 1] float32, in nats."""
         return await self.run_blocking(self.learner.score, torch.tensor(token_ids))
 
-    @endpoint
+    @endpoint(retry=True)
     async def push_weights(self, version: int) -> None:
         """Publishes the weights as they are now, by their Hugging Face names, in `training.dtype`.
 
         The store keeps the newest two versions, so that a slow reader of the one before still gets it.
         """
-        from forge.weights import publish, retire, versions  # takes seconds: TorchStore
+        tensors = await self.run_blocking(self._copy_to_push, call_id(), version)
+        if self.recovery.others_pushed and version in await pushed_versions():
+            return  # by a process that is gone, or in `catch_up`
+        await push(version, tensors, rank=self.rank, world_size=self.world_size)
 
-        tensors = await self.run_blocking(self.learner.copy_weights)
-        await publish(version, tensors, rank=self.rank, world_size=self.world_size)
-        if self.rank == 0:
-            for old in [v for v in await versions() if v < version][:-1]:
-                await retire(old)
+    def _copy_to_push(self, call: str | None, version: int) -> dict[str, Tensor]:
+        self.recovery.do(call, "push_weights", version=version)
+        return self.learner.copy_weights()
 
-    @endpoint
+    @endpoint(retry=True)
     async def export(self, folder: str) -> None:
         """Writes a Hugging Face folder, in `training.dtype`, that transformers and vLLM load."""
         await self.run_blocking(self.learner.export, Path(folder), write=self.rank == 0)
@@ -167,9 +212,10 @@ class TitanTrainer(ForgeActor):
                 )
         return batches
 
-    def _record(self, result: ForwardBackwardResult, update: dict[str, float]) -> None:
+    def _record(self, result: ForwardBackwardResult) -> None:
         """One rank speaks for all: results are those of the whole batch."""
         if self.rank == 0:
             parts = dict(result.metrics)
-            record("trainer", num_tokens=parts.pop("num_tokens"), **update)
+            own = {name: parts.pop(name) for name in ("num_tokens", "grad_norm", "lr") if name in parts}
+            record("trainer", **own)
             record("loss", total=result.loss, **parts)

@@ -1,6 +1,8 @@
 """From gathered gradients to new weights: clipping, optimizer, learning rate."""
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forge.actors import _titan as titan
 from forge.actors.trainer.options import OptimizerOptions, SchedulerOptions, TrainingOptions
@@ -50,3 +52,31 @@ class Update:
     def zero_grad(self) -> None:
         """Drops the gradients."""
         self.optimizers.zero_grad()
+
+    @property
+    def num_steps(self) -> int:
+        """Updates so far."""
+        return self.schedulers.state_dict()["last_epoch"]
+
+    def tensors(self) -> list[Tensor]:
+        """The weights and what the optimizer remembers of each, this rank's part, live, in a fixed order."""
+        found: list[Tensor] = [*self.parameters]
+        for optimizer in self.optimizers:
+            for parameter in self.parameters:
+                found += [value for _, value in sorted(optimizer.state.get(parameter, {}).items())]
+        return [t.to_local() if isinstance(t, DTensor) else t for t in map(Tensor.detach, found)]
+
+    def allocate(self) -> None:
+        """Gives `tensors` its full length before the first step; what they hold is to be overwritten."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizers.step()
+        self.zero_grad()
+
+    def resume(self, num_steps: int) -> None:
+        """Sets the learning rate to that of the step after so many."""
+        self.schedulers.load_state_dict({"last_epoch": num_steps})
+        for scheduler in self.schedulers.schedulers:
+            groups = scheduler.optimizer.param_groups
+            for group, lr in zip(groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr

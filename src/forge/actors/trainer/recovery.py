@@ -1,0 +1,211 @@
+"""Recovery: the trainer's work written down before it is done, so that after a kill it ends up the same.
+
+This is the small thing for a process that dies within a run, on its host and under its own layout; it is no
+checkpoint to keep, to move or to resume a run from.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from forge.actors.trainer.micro_batch import MicroBatch
+from forge.actors.trainer.snapshot import Snapshots
+from forge.actors.trainer.work import Answer, Failed, Method, Record, Unrecoverable, Work
+from forge.controller.journal import Journal
+from forge.data_models import ForwardBackwardResult
+from forge.errors import ActorFailure, ForgeError
+
+if TYPE_CHECKING:
+    from forge.actors.trainer.learner import Learner
+
+logger = logging.getLogger(__name__)
+
+_KEPT_ANSWERS = 256
+"""More calls than can be under way at once: of those that were answered nobody asks again."""
+
+
+class Recovery:
+    """Does the trainer's work, in order, on its compute thread; every rank must do the same.
+
+    Rank 0 writes down each call before anything is touched, and every `snapshot_every` optimizer steps each
+    rank writes its state to a file. A new process loads the newest snapshot that is whole and repeats what
+    was written down since. The journal may hold more than is missing: numbers tell. A snapshot is written
+    while the next batch is computed, as nothing but an optimizer step changes what it holds.
+    """
+
+    def __init__(
+        self, learner: "Learner", folder: Path | None, *, rank: int, world_size: int, snapshot_every: int
+    ) -> None:
+        self._learner, self._folder, self._rank = learner, folder, rank
+        self._snapshot_every = snapshot_every
+        self._snapshots = Snapshots(folder, rank=rank, world_size=world_size) if folder is not None else None
+        self._journal: Journal | None = None  # of rank 0, once restored
+        self._number = 0  # of the last work
+        self._first = 0  # the journal holds the work after this
+        self._answers: dict[str, Answer | ForgeError] = {}  # by call
+        self._failed: set[int] = set()
+        self._push_mark = None if folder is None else folder / "pushed"
+        self.restored = False
+        self.others_pushed = False  # whether processes that are gone may have begun to push a version
+
+    @property
+    def pushed(self) -> bool:
+        """Whether any process of this trainer, gone or not, has begun to push a version."""
+        return self._push_mark is not None and self._push_mark.exists()
+
+    def restore(self) -> list[Work]:
+        """Loads the newest snapshot; returns what was done after it, for `repeat`. To be called once.
+
+        Raises ActorFailure when a disk without room kept work from being written down.
+        """
+        self.restored = True
+        if self._folder is None or self._snapshots is None:
+            return []
+        self.others_pushed = self.pushed
+        journal = Journal(self._folder / "journal")
+        for record in journal.records:
+            if isinstance(record, Unrecoverable):
+                raise ActorFailure(record.why)
+        number = self._snapshots.newest()
+        if number:
+            self._learner.allocate()
+            facts, self._answers = self._snapshots.read(number, self._learner.tensors())
+            self._learner.resume(facts)
+            self._number = self._first = number
+        since: list[Record] = [record for record in journal.records if record.number > number]
+        self._failed = {record.number for record in since if isinstance(record, Failed)}
+        self.meet()  # all have read before one of them writes
+        if self._rank == 0:
+            journal.records = []
+            self._journal = journal
+        else:
+            journal.close()
+        return [record for record in since if isinstance(record, Work)]
+
+    def repeat(self, work: Work) -> None:
+        """Does again what was done before the kill; if it failed then, it may fail now."""
+        try:
+            self._perform(work)
+        except ForgeError:
+            assert work.call is None or work.call in self._answers
+        except Exception:
+            if work.number not in self._failed:
+                raise
+
+    def do(
+        self,
+        call: str | None,
+        method: Method,
+        batches: Sequence[MicroBatch] = (),
+        version: int | None = None,
+    ) -> Answer | None:
+        """The answer to a call, which is that of the first time when the call is a repetition."""
+        if call is not None and call in self._answers:
+            answer = self._answers[call]
+            if isinstance(answer, ForgeError):
+                raise answer
+            return answer
+        if method == "push_weights" and self._push_mark is not None:
+            self._push_mark.touch()
+        work = Work(self._number + 1, call, method, batches, version)
+        self._write_down(work)
+        try:
+            return self._perform(work)
+        except ForgeError:
+            raise
+        except Exception:
+            self._write_down(Failed(work.number))
+            raise
+
+    def close(self) -> None:
+        """Returns when no file is being written any more."""
+        if self._snapshots is not None:
+            self._snapshots.wait()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _perform(self, work: Work) -> Answer | None:
+        self._number = work.number
+        try:
+            answer = self._compute(work)
+        except Exception as error:
+            self._learner.forget()
+            if isinstance(error, ForgeError):
+                self._keep(work.call, error)
+            raise
+        if answer is not None:
+            self._keep(work.call, answer)
+        if work.method in ("train_step", "optim_step"):
+            self._maybe_snapshot()
+        return answer
+
+    def _compute(self, work: Work) -> Answer | None:
+        match work.method:
+            case "train_step":
+                result = self._learner.forward_backward(work.batches)
+                return ForwardBackwardResult(result.loss, {**result.metrics, **self._update()})
+            case "forward_backward":
+                return self._learner.forward_backward(work.batches)
+            case "optim_step":
+                return self._update()
+            case "push_weights":
+                return None
+
+    def _update(self) -> dict[str, float]:
+        if self._snapshots is not None:
+            self._snapshots.wait()  # it reads the weights
+        return self._learner.optim_step()
+
+    def _keep(self, call: str | None, answer: Answer | ForgeError) -> None:
+        if call is not None:
+            self._answers[call] = answer
+            while len(self._answers) > _KEPT_ANSWERS:
+                del self._answers[next(iter(self._answers))]
+
+    def _maybe_snapshot(self) -> None:
+        every = self._snapshot_every
+        if self._snapshots is not None and every and self._learner.num_steps % every == 0:
+            facts = (self._learner.facts(), self._answers)
+            self._snapshots.begin(self._number, facts, self._learner.tensors())
+
+    def _write_down(self, record: Record) -> None:
+        if self._journal is None or self._snapshots is None:
+            return
+        try:
+            self._cut()
+            self._journal.append(record)
+        except OSError as error:
+            self._give_up(error)
+
+    def _cut(self) -> None:
+        """Drops from the journal what the newest snapshot holds, and the snapshots before it."""
+        assert self._folder is not None and self._journal is not None and self._snapshots is not None
+        newest = self._snapshots.newest()
+        if newest > self._first:
+            self._snapshots.drop_older(newest)
+            old = Journal(self._folder / "journal")
+            self._journal.rewrite(record for record in old.records if record.number > newest)
+            old.close()
+            self._first = newest
+
+    def _give_up(self, error: OSError) -> None:
+        """Leaves word to whoever takes this process's place that it can't, and goes on without it."""
+        assert self._folder is not None and self._journal is not None and self._snapshots is not None
+        why = (
+            f"the trainer's work could not be written down in {self._folder} ({error.strerror}), so that it "
+            "can't be replaced when its process is killed: set TMPDIR to a folder with more room"
+        )
+        logger.warning("%s. Training goes on", why)
+        self._snapshots.drop_older(self._number + 1)  # makes room
+        self._journal.rewrite([Unrecoverable(self._number + 1, why)])
+        self._journal.close()
+        self._journal = None
+
+    @staticmethod
+    def meet() -> None:
+        """Waits for the other ranks."""
+        if dist.is_initialized():
+            dist.barrier()

@@ -1,0 +1,41 @@
+"""Work: what the trainer does, as it stands in its journal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from forge.actors.trainer.micro_batch import MicroBatch
+from forge.data_models import ForwardBackwardResult
+
+Method = Literal["train_step", "forward_backward", "optim_step", "push_weights"]
+Answer = ForwardBackwardResult | dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One call that changes the trainer, or whose result depends on when it is done."""
+
+    number: int  # counted from 1 since the first start
+    call: str | None
+    method: Method
+    batches: Sequence[MicroBatch] = ()  # every rank's
+    version: int | None = None  # that is pushed
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The work of this number raised something unforeseen, and may do so again: an error in the loss, or
+    another rank was gone."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unrecoverable:
+    """Work was done since that could not be written down."""
+
+    number: int
+    why: str
+
+
+Record = Work | Failed | Unrecoverable
