@@ -143,6 +143,12 @@ class ServiceConfig:
     num_replicas: int = 1  # copies that share the calls
     with_gpus: bool = False  # one GPU for every process
     mesh_name: str | None = None  # name in logs; null: that of the service
+    env: dict[str, str] = field(default_factory=dict)  # environment variables of its processes
+    min_replicas: int | None = None  # with max_replicas: the number of replicas follows the queue
+    max_replicas: int | None = None  # most replicas
+    max_concurrent: int | None = None  # calls that one replica runs at a time; null: all that come
+    timeout_s: float | None = None  # deadline of every call, in seconds; null: none
+    health_timeout_s: float = 60.0  # seconds without a sign of life after which a replica is replaced
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "procs", "num_replicas")
@@ -218,6 +224,18 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChaosConfig:
+    """Processes that are killed during the run, to see that it does not matter."""
+
+    kill: str | None = None  # names of services, separated by commas, or all; null: none
+    every_s: float = 60.0  # seconds between two kills, on average
+    seed: int = 0  # of the choice
+
+    def __post_init__(self) -> None:
+        _above_zero(self, "every_s")
+
+
+@dataclass(frozen=True, slots=True)
 class GRPOConfig:
     """A whole run."""
 
@@ -234,10 +252,14 @@ class GRPOConfig:
     services: ServicesConfig = field(default_factory=ServicesConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    chaos: ChaosConfig = field(default_factory=ChaosConfig)
+    stall_timeout_s: float | None = 1800.0  # seconds in which nothing moves, then the run ends; null: never
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "steps", "rollout_threads")
         _at_least(self, 0, "seed", "max_policy_age")
+        if self.stall_timeout_s is not None:
+            _above_zero(self, "stall_timeout_s")
         self._check_batch()
         self._check_lengths()
         if self.grpo.beta > 0 and self.services.ref_model is None:

@@ -8,7 +8,7 @@ from forge.actors.generator import Generator
 from forge.actors.reference_model import ReferenceModel
 from forge.actors.replay_buffer import ReplayBuffer
 from forge.actors.trainer import TitanTrainer
-from forge.controller import ActorHandle, Service
+from forge.controller import ActorHandle, ForgeActor, Runtime, Service
 from forge.data import assets
 from forge.data.dataset import DatasetActor
 from forge.data.rewards import MathReward
@@ -34,6 +34,9 @@ async def start(config: GRPOConfig) -> Machines:
     folder = str(await asyncio.to_thread(assets.fetch, config.model))
     services, training, grpo = config.services, config.training, config.grpo
     model = {"hf_assets_path": folder}
+    Runtime.current().check_gpus(
+        {name: ForgeActor.options(**where(service, name)) for name, service in services.present().items()}
+    )
     loss = GRPOLoss(
         clip_low=grpo.clip_low,
         clip_high=grpo.clip_high,

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from forge.config import Loaded, describe
 from forge.controller import Runtime
+from forge.controller.chaos import Chaos
 from forge.errors import ForgeError
 from forge.observability.console import console_sink
 from forge.observability.jsonl import JSONLSink
@@ -32,6 +33,17 @@ class LoggingConfig(Protocol):
     def run_name(self) -> str | None: ...
 
 
+class ChaosConfig(Protocol):
+    """What is killed on purpose, and how often."""
+
+    @property
+    def kill(self) -> str | None: ...
+    @property
+    def every_s(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+
+
 class AppConfig(Protocol):
     """What every app's configuration has."""
 
@@ -41,6 +53,10 @@ class AppConfig(Protocol):
     def output_dir(self) -> str: ...
     @property
     def logging(self) -> LoggingConfig: ...
+    @property
+    def chaos(self) -> ChaosConfig: ...
+    @property
+    def stall_timeout_s(self) -> float | None: ...
 
 
 C = TypeVar("C", bound=AppConfig)
@@ -59,6 +75,9 @@ class Run:
             sinks.append(WandbSink(config.logging.project, config.logging.run_name, values, self.folder))
         sinks.append(console_sink(config.steps, str(self.folder)))  # last: it takes over the terminal
         self._tracker = Tracker(sinks)
+        self._config = config
+        self._chaos: Chaos | None = None
+        self._killing: asyncio.Task[None] | None = None
         self._last = time.perf_counter()
 
     async def report(self, step: int) -> None:
@@ -67,6 +86,8 @@ class Run:
         now = time.perf_counter()
         values["time/step_s"] = now - self._last
         self._last = now
+        if self._killing is not None and self._killing.done():
+            self._killing.result()
         if "generator/num_tokens" in values:
             values["throughput/tokens_per_s"] = values["generator/num_tokens"] / values["time/step_s"]
         self._tracker.log(step, values)
@@ -74,10 +95,19 @@ class Run:
     def started(self) -> None:
         """Steps are timed from here on: what came before was the start of the machines."""
         self._last = time.perf_counter()
+        chaos = self._config.chaos
+        if chaos.kill is not None:
+            targets = [name.strip() for name in chaos.kill.split(",")]
+            self._chaos = Chaos(Runtime.current().services, targets, every_s=chaos.every_s, seed=chaos.seed)
+            self._killing = asyncio.create_task(self._chaos.run(), name="chaos")
 
     def close(self) -> None:
         """Ends the output; draws the report when there was a step."""
+        if self._killing is not None:
+            self._killing.cancel()
         self._tracker.close()
+        if self._chaos is not None:
+            print(self._chaos.summary(), flush=True)
         rows = read_metrics(self.folder / "metrics.jsonl")
         if rows:
             draw_report(rows, self.folder / "report.png")
@@ -121,7 +151,7 @@ async def _run(main: Callable[[C, Run], Awaitable[None]], config: C) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with Runtime():
+    async with Runtime(stall_timeout_s=config.stall_timeout_s):
         run = Run(config)
         try:
             await main(config, run)

@@ -48,7 +48,9 @@ class CallTimeout(ForgeError, TimeoutError):
 
 
 class RunStalled(ForgeError):
-    """Nothing has moved for a long time; the message says who waits for whom."""
+    """Nothing has moved for a long time; who waits for whom was printed before."""
+
+    exit_code = 3
 
 
 class FanoutError(ActorFailure):

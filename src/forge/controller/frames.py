@@ -7,7 +7,7 @@ from forge.controller.process_report import Frame, Stack
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _PACKAGES = re.compile(r"/(?:site|dist)-packages/")
-_PLUMBING = re.compile(r"(^|/)forge/controller/|/monarch/|^<frozen |^<string>")
+_PLUMBING = re.compile(r"(^|/)forge/controller/|/monarch/|^<frozen ")
 
 
 def useful(stack: Stack) -> Stack:

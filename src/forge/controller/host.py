@@ -15,6 +15,7 @@ from forge.controller.call import Incoming, ledger, serving
 from forge.controller.lane import Member
 from forge.controller.parcel import FRAME_BYTES, pack, travelling, unpack
 from forge.controller.peers import Peers
+from forge.controller.witness import RUN_DIR_VARIABLE, start_witness
 from forge.errors import ActorFailure
 from forge.observability import metrics
 from forge.observability.logs import configure_logging
@@ -71,6 +72,7 @@ class ActorHost(Actor):
     ) -> None:
         """Builds the ForgeActor."""
         configure_logging()
+        self._witness = start_witness(Path(os.environ[RUN_DIR_VARIABLE]), asyncio.get_running_loop())
         actor = cls.__new__(cls)
         actor.rank = current_rank().rank
         actor.world_size = functools.reduce(int.__mul__, current_size().values(), 1)

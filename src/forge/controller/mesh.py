@@ -5,12 +5,14 @@ import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.controller._monarch import ActorError, SupervisionError
 from forge.controller.host import ActorHost, Pulse, Seat
 from forge.controller.lane import cause_of_death
 from forge.controller.provisioner import Placement, Provisioner
+from forge.controller.witness import RUN_DIR_VARIABLE
 from forge.errors import ActorFailure, ReplicaLost
 from forge.observability import metrics
 
@@ -40,10 +42,17 @@ class Mesh:
         gpus: list[str],
         args: tuple,
         kwargs: dict[str, Any],
+        *,
+        run_dir: Path,
     ) -> "Mesh":
         """Spawns the processes, constructs the actor in each, runs `setup`; on any error nothing is left."""
         name = f"{options.name}_{next(_serial)}"
-        env = {**options.cls.bootstrap_env(), "FORGE_REPLICA": str(seat.replica), **(options.env or {})}
+        env = {
+            **options.cls.bootstrap_env(),
+            "FORGE_REPLICA": str(seat.replica),
+            RUN_DIR_VARIABLE: str(run_dir),
+        }
+        env |= options.env or {}
         placement = provisioner.spawn(
             name, options.procs, gpus, compute_bound=options.cls.compute_bound, env=env
         )

@@ -20,7 +20,10 @@ from forge.controller.lane import cause_of_death
 from forge.controller.provisioner import Provisioner
 from forge.controller.run_folder import make_run_folder
 from forge.controller.service import Service, first_line
+from forge.controller.stall import Ending, SignalWatch, StallWatch, install_sigusr1
 from forge.controller.supervisor import Supervisor
+from forge.controller.witness import Witness, start_witness
+from forge.errors import RunStalled
 from forge.observability import metrics
 
 if TYPE_CHECKING:
@@ -41,14 +44,19 @@ class Runtime:
     _current: ClassVar["Runtime | None"] = None
     _serial: ClassVar = itertools.count()
 
-    def __init__(self) -> None:
+    def __init__(self, *, stall_timeout_s: float | None = None) -> None:
+        """stall_timeout_s: when nothing has moved for so long, who waits for whom is printed, and the block
+        ends with RunStalled; None: never."""
         self.provisioner = Provisioner()
         self.folder: Path = make_run_folder()  # of this run: what outlives the processes of its actors
         self.services: dict[str, Supervisor] = {}  # by uid, oldest first; single actors too
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._starts: set[asyncio.Task[None]] = set()  # not finished yet
         self._preparations: dict[type, asyncio.Task[None]] = {}
+        self._stall_timeout_s = stall_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watchers: list[Witness | SignalWatch | StallWatch] = []
+        self._ending: Ending | None = None
         self._is_terminated = False
         monarch_actor.unhandled_fault_hook = self._note_fault
 
@@ -62,6 +70,7 @@ class Runtime:
     async def __aenter__(self) -> Self:
         assert Runtime._current is None, "a runtime is open in this process already"
         Runtime._current = self
+        self._open()
         self._terminate_on_sigterm(asyncio.current_task())
         return self
 
@@ -69,8 +78,13 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         await self.aclose()
-        if self._is_terminated and isinstance(error, asyncio.CancelledError):
-            raise SystemExit(128 + signal.SIGTERM) from None
+        if isinstance(error, asyncio.CancelledError):
+            if self._ending is not None and self._ending.has_stalled:
+                raise RunStalled(
+                    f"nothing had moved for {self._stall_timeout_s:g} s; who waits for whom stands above"
+                ) from None
+            if self._is_terminated:
+                raise SystemExit(128 + signal.SIGTERM) from None
 
     @staticmethod
     def leave() -> None:
@@ -122,6 +136,8 @@ class Runtime:
         for start in self._starts:
             start.cancel()
         await asyncio.gather(*self._starts, return_exceptions=True)
+        for watcher in reversed(self._watchers):
+            watcher.close()
         services = list(reversed(self.services.values()))
         self.services.clear()
         errors: list[BaseException] = []
@@ -149,7 +165,7 @@ class Runtime:
         self, options: "ActorOptions[Any]", args: tuple, kwargs: dict[str, Any], *, heals: bool
     ) -> LocalClient:
         """Starts in a task that `aclose` can end, should the caller have given up waiting for it."""
-        self._loop = asyncio.get_running_loop()
+        self._open()
         directory = Directory.open()
         uid = f"{options.name}-{os.getpid()}-{next(self._serial)}"
         service = Supervisor(
@@ -158,7 +174,7 @@ class Runtime:
             args,
             kwargs,
             provisioner=self.provisioner,
-            state_dir=self.folder / uid,
+            run_dir=self.folder,
             heals=heals,
         )
         start = asyncio.ensure_future(self._prepare_and_start(service))
@@ -174,6 +190,19 @@ class Runtime:
         await self._preparations[cls]
         await service.start()
         self.services[service.uid] = Directory.supervisors[service.uid] = service
+
+    def _open(self) -> None:
+        """Makes this process one that can be asked what it waits for."""
+        if self._loop is not None:
+            return
+        self._loop = asyncio.get_running_loop()
+        self._watchers.append(start_witness(self.folder, self._loop))
+        if (signals := install_sigusr1(self.folder)) is not None:
+            self._watchers.append(signals)
+        task = asyncio.current_task()
+        if task is not None and self._stall_timeout_s is not None:
+            self._ending = Ending(task)
+            self._watchers.append(StallWatch(self.folder, self._stall_timeout_s, self._ending))
 
     def _terminate_on_sigterm(self, task: "asyncio.Task[Any] | None") -> None:
         """SIGTERM ends the block like Ctrl-C does, unless the program handles it itself."""

@@ -25,9 +25,9 @@ class StallWatch:
     """Calls `on_stall(text)` once, on a thread of its own, when nothing has moved for `timeout_s`.
 
     A move is a call that was done, in any process, or a process that came or went. A run in which nobody
-    waits for a call and every event loop turns does not stall: its root is at work. Time in which this process
-    did not run, because it was stopped or the machine slept, does not count. With timeout_s None it never
-    calls.
+    waits for a call and every event loop turns does not stall: its root is at work. Time in which this
+    process did not run, because it was stopped or the machine slept, does not count. With timeout_s None it
+    never calls.
     """
 
     def __init__(self, run_dir: Path, timeout_s: float | None, on_stall: Callable[[str], None]) -> None:

@@ -37,7 +37,7 @@ class Supervisor:
         kwargs: dict[str, Any],
         *,
         provisioner: Provisioner,
-        state_dir: Path,
+        run_dir: Path,
         heals: bool,
     ) -> None:
         self.uid = uid
@@ -52,7 +52,7 @@ class Supervisor:
         )
         self._args, self._kwargs = args, kwargs
         self._provisioner = provisioner
-        self._state_dir = state_dir
+        self._run_dir = run_dir
         self._heals = heals
         self._replicas: dict[int, Replica] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,6 +110,10 @@ class Supervisor:
         """State, version, load and restarts of each, as of now."""
         healthy = [r for r in self._replicas.values() if r.state is ReplicaState.HEALTHY and not r.is_probed]
         await asyncio.gather(*(self._probe(r, patience_s=1.0) for r in healthy))
+        return self.statuses()
+
+    def statuses(self) -> list[ReplicaStatus]:
+        """The same as of the last health probe."""
         return [replica.status() for _, replica in sorted(self._replicas.items())]
 
     async def drain_metrics(self) -> list[dict[str, metrics.Stat]]:
@@ -186,10 +190,18 @@ class Supervisor:
         seat = Seat(
             self.options.name,
             replica.index,
-            self._state_dir / str(replica.index),
+            self._run_dir / self.uid / str(replica.index),
             self.options.max_concurrent,
         )
-        mesh = await Mesh.start(self._provisioner, self.options, seat, replica.gpus, self._args, self._kwargs)
+        mesh = await Mesh.start(
+            self._provisioner,
+            self.options,
+            seat,
+            replica.gpus,
+            self._args,
+            self._kwargs,
+            run_dir=self._run_dir,
+        )
         try:
             num_seen = -1
             while num_seen != self.num_fanouts:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from forge.controller.frames import is_busy
 from forge.controller.process_report import ProcessReport, ServedCall, Stack, WaitingCall
 
 
@@ -29,6 +30,7 @@ class Run:
     caller: str
     runs_s: float
     is_executing: bool
+    awaits_turn: bool  # its actor takes so many calls at once, and this one has not begun
     stack: Stack
     below: tuple["Wait", ...] = ()
 
@@ -139,6 +141,7 @@ class _Join:
             served.caller,
             report.at - served.since,
             served.is_executing,
+            _awaits_turn(served),
             served.stack,
             tuple(below),
         )
@@ -173,7 +176,7 @@ class _Join:
         """Circles of calls none of which can go on before another one does.
 
         An endpoint waits for all of its calls. A call in the queue, or one that its replica has not begun
-        with, waits for any of the calls that run there.
+        with, waits for any of the calls that run there: it is stuck only if they all are.
         """
         stuck = set(self.calls) | set(self.serving)
         while lost := {id for id in stuck if not self._is_stuck(id, stuck)}:
@@ -185,18 +188,21 @@ class _Join:
                 path.append(next_id)
             circle = path[path.index(next_id) :]
             names = [self._name(id) for id in circle]
-            first = names.index(min(names))
+            first = min(range(len(circle)), key=lambda i: (circle[i] not in self.serving, names[i]))
             names = [*names[first:], *names[:first], names[first]]
             found.setdefault(frozenset(names), f"deadlock: {' waits for '.join(names)}")
         return list(found.values())
 
     def _is_stuck(self, id: str, stuck: set[str]) -> bool:
         needs = self._needs(id)
-        return bool(needs & stuck) if id in self.serving else bool(needs) and needs <= stuck
+        return bool(needs & stuck) if id in self.made_by else bool(needs) and needs <= stuck
 
     def _needs(self, id: str) -> set[str]:
+        if id in self.made_by:
+            return {call.id for _, call in self.made_by[id]}
         if id in self.serving:
-            return {call.id for _, call in self.made_by.get(id, ())}
+            held_up = [report for report, served in self.serving[id] if _awaits_turn(served)]
+            return {s.id for report in held_up for s in report.served if not _awaits_turn(s)}
         call = self.calls[id]
         place = self.place(call)
         if place is Place.QUEUE:
@@ -217,6 +223,11 @@ class _Join:
         return f"{self.where(call)}.{call.method}"
 
 
+def _awaits_turn(served: ServedCall) -> bool:
+    """Whether it is still in forge's own code, which is before the actor's."""
+    return bool(served.stack) and not served.is_executing and not is_busy(served.stack)
+
+
 def _returns(waits: Sequence[Wait], path: tuple[Run, ...] = ()) -> list[str]:
     """Calls that came back to a replica that waits for them, and wait there: for what the first one holds?
 
@@ -228,7 +239,7 @@ def _returns(waits: Sequence[Wait], path: tuple[Run, ...] = ()) -> list[str]:
             runs = (*path, run)
             replica = replica_of(run.actor)
             back = [i for i, above in enumerate(path[:-1]) if replica_of(above.actor) == replica]
-            if back and not run.below and not run.is_executing:
+            if back and not run.below and not run.is_executing and not run.awaits_turn:
                 names = [f"{replica_of(above.actor)}.{above.method}" for above in runs[back[-1] :]]
                 found.append(f"perhaps a deadlock: {' waits for '.join(names)}, which waits inside {replica}")
             found += _returns(run.below, runs)

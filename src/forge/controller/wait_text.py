@@ -47,7 +47,8 @@ def _where(wait: Wait) -> str:
     match wait.place:
         case Place.QUEUE:
             replicas = "replica" if wait.num_replicas == 1 else "replicas"
-            return f", in the queue ({wait.num_replicas} {replicas}, {wait.num_idle} idle){again}"
+            found = f"{wait.num_replicas} {replicas}, {wait.num_idle} idle"
+            return f", in the queue ({found if wait.num_replicas else 'no replica reports'}){again}"
         case Place.SENT:
             why = ": its event loop is blocked, see below" if wait.loop_blocked else ""
             return f", which has not begun{why}{again}{process}"
@@ -70,7 +71,10 @@ def _runs(runs: Iterable[Run], indent: str) -> Iterator[str]:
         num_calls = len(group) // len({other.pid for other in group})
         name = f"{replica_of(run.actor)}.{run.method}{_ranks(group)}"
         subject = name if num_calls == 1 else f"{num_calls} times {name}"
-        doing = "executes" if run.is_executing else "waits for nothing"
+        if run.awaits_turn:
+            yield f"{indent}{subject}  waits {ran} for its turn: the actor is busy with other calls"
+            continue
+        doing = "executes" if run.is_executing else "waits for no call"
         yield f"{indent}{subject}  runs {ran}; {doing}; stack of pid {run.pid}:"
         yield from _stack(run.stack, f"{indent}   ")
 
@@ -82,12 +86,12 @@ def _beside(report: ProcessReport, graph: WaitGraph) -> Iterator[str]:
             yield f"{report.problem}; seen from outside:"
             yield from (f"  {line}" for line in report.dump.splitlines()[:MAX_DUMP_LINES])
         return
-    if report.loop_blocked:
-        yield f"the event loop of {report.actor} (pid {report.pid}) is blocked:"
-        for thread in report.threads:
-            if thread.runs_loop:
-                yield from _stack(thread.stack, "   ")
     shown = {frame for call in report.served for frame in call.stack[-1:]}
+    if report.loop_blocked:
+        stacks = [t.stack for t in report.threads if t.runs_loop and t.stack[-1] not in shown]
+        where = ":" if stacks else ", see above"
+        yield f"the event loop of {report.actor} (pid {report.pid}) is blocked{where}"
+        yield from (line for stack in stacks for line in _stack(stack, "   "))
     if any(run.pid == report.pid for run in _leaf_runs(graph)):
         for thread in report.threads:
             if is_busy(thread.stack) and not thread.runs_loop and thread.stack[-1] not in shown:
@@ -104,7 +108,7 @@ def _beside(report: ProcessReport, graph: WaitGraph) -> Iterator[str]:
 
 def _summary(graph: WaitGraph, idle_s: float | None) -> str:
     parts = [] if idle_s is None else [f"nothing has moved for {idle_s:.0f} s"]
-    targets = list(dict.fromkeys(_targets(graph.waits)))
+    targets = list(dict.fromkeys(_targets(graph.waits))) or [wait.target for wait in graph.waits]
     more = f" and {len(targets) - MAX_TARGETS} more" if len(targets) > MAX_TARGETS else ""
     if targets:
         parts.append(f"what is waited for: {', '.join(targets[:MAX_TARGETS])}{more}")
@@ -114,12 +118,13 @@ def _summary(graph: WaitGraph, idle_s: float | None) -> str:
 
 
 def _targets(waits: Sequence[Wait]) -> Iterator[str]:
-    """The ends of all waits, the longest first."""
+    """The ends of all waits, the longest first; a queue is one only where no replica is at work."""
     for wait in sorted(waits, key=lambda wait: -wait.waited_s):
         below = [below for run in wait.runs for below in run.below]
         if below:
             yield from _targets(below)
-        if not wait.runs or any(not run.below for run in wait.runs):
+        is_end = any(not run.below for run in wait.runs) if wait.runs else wait.num_idle == wait.num_replicas
+        if is_end or wait.place in (Place.SENT, Place.SILENT, Place.GONE):
             yield wait.target
 
 
@@ -152,7 +157,7 @@ def _wait_key(wait: Wait) -> Hashable:
 
 def _run_key(run: Run) -> Hashable:
     below = frozenset(_wait_key(wait) for wait in run.below)
-    return replica_of(run.actor), run.method, run.is_executing, useful(run.stack), below
+    return replica_of(run.actor), run.method, run.is_executing, run.awaits_turn, useful(run.stack), below
 
 
 def _subject(group: Sequence[Wait]) -> str:
@@ -185,7 +190,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _ranks(group: Sequence[Run]) -> str:
     ranks = {run.actor.rpartition("].")[2] for run in group if "]." in run.actor}
-    return f" on ranks {_ranges([int(rank) for rank in ranks])}" if ranks else ""
+    some = "rank" if len(ranks) == 1 else "ranks"
+    return f" on {some} {_ranges([int(rank) for rank in ranks])}" if ranks else ""
 
 
 def _seconds(values: Sequence[float]) -> str:

@@ -26,7 +26,7 @@ class Witness:
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop | None) -> None:
         self._path = path
         self._loop = loop
-        self._loop_thread: int | None = None
+        self._loop_thread = _thread_of(loop)
         self._num_moves = ledger.num_moves
         self._moved_at = time.monotonic()
         self._closing = False
@@ -37,6 +37,8 @@ class Witness:
     def close(self) -> None:
         """Stops answering and removes the socket."""
         self._closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(2 * TICK_S)
         self._socket.close()
         self._path.unlink(missing_ok=True)
@@ -48,6 +50,8 @@ class Witness:
                 connection, _ = self._socket.accept()
             except TimeoutError:
                 continue
+            except OSError:  # closed by close()
+                return
             # Whoever asked has gone, or what was read has changed while it was read: no answer is an answer.
             with connection, contextlib.suppress(OSError, RuntimeError):
                 connection.settimeout(TICK_S)
@@ -130,6 +134,14 @@ def start_witness(run_dir: Path, loop: asyncio.AbstractEventLoop | None) -> Witn
     _own_folder(run_dir)
     path.unlink(missing_ok=True)  # of an earlier process with this pid
     return Witness(path, loop)
+
+
+def _thread_of(loop: asyncio.AbstractEventLoop | None) -> int | None:
+    """This thread, when it runs the loop. Else the loop tells, once it is asked and not blocked."""
+    try:
+        return threading.get_ident() if asyncio.get_running_loop() is loop else None
+    except RuntimeError:
+        return None
 
 
 def _own_folder(folder: Path) -> None:
