@@ -25,6 +25,7 @@ LAYERS = [
     ("forge.actors", 3),
     ("forge.envs", 3),
     ("forge.app", 3),
+    ("forge.cli", 3),
     ("forge.doctor", 3),
     ("forge", 0),
 ]
