@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_CODE = 3  # of a run that has stalled
 MAX_INTERVAL_S = 5.0
+CLOSE_S = 5.0  # a thread that still asks processes which do not answer is left behind; it ends with this one
 
 
 class StallWatch:
@@ -41,10 +42,10 @@ class StallWatch:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch; returns once it has, unless it is `on_stall` that closes it."""
+        """Ends the watch: `on_stall` is not called any more. May be called by `on_stall` itself."""
         self._closed.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(CLOSE_S)
 
     def _watch(self) -> None:
         timeout_s = self._timeout_s
@@ -57,8 +58,10 @@ class StallWatch:
             # More than this between two looks means that this process did not run.
             still_s = 0.0 if moved else still_s + min(now - looked_at, 2 * interval_s + 2)
             looked_at = now
-            if still_s >= timeout_s and not self._closed.is_set():
-                self._on_stall(explain(self._run_dir, still_s))
+            if still_s >= timeout_s:
+                text = explain(self._run_dir, still_s)
+                if not self._closed.is_set():
+                    self._on_stall(text)
                 return
 
     def _look(self) -> bool:
@@ -91,7 +94,7 @@ class SignalWatch:
         """Restores what SIGUSR1 did before. On the main thread only, as all of Python's signal functions."""
         signal.signal(signal.SIGUSR1, signal.SIG_DFL if self._previous is None else self._previous)
         self._asked.put(False)
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _answer(self) -> None:
         while self._asked.get():

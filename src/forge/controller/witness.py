@@ -129,7 +129,7 @@ def start_witness(run_dir: Path, loop: asyncio.AbstractEventLoop | None) -> Witn
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise ForgeError(
             f"a Unix socket's path has at most {MAX_PATH_BYTES} bytes, {path} has {len(os.fsencode(path))}: "
-            "use a folder with a shorter path"
+            "set TMPDIR to a folder with a shorter path"
         )
     _own_folder(run_dir)
     path.unlink(missing_ok=True)  # of an earlier process with this pid
