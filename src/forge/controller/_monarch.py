@@ -18,6 +18,7 @@ for _key, _value in {
 
 import monarch.actor as monarch_actor  # noqa: E402
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError  # noqa: E402
+from monarch._src.actor import config as monarch_config  # noqa: E402
 from monarch.actor import (  # noqa: E402
     Actor,
     ActorError,
@@ -32,6 +33,9 @@ from monarch.actor import (  # noqa: E402
     this_host,
     this_proc,
 )
+
+# Monarch puts its name of the actor before every line, once for each handler; forge's own format has a name.
+monarch_config.prefix_python_logs_with_actor = False
 
 __all__ = [
     "Actor",

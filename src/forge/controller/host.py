@@ -71,14 +71,14 @@ class ActorHost(Actor):
         self, cls: type[ForgeActor], args: tuple, kwargs: dict[str, Any], seat: Seat, hosts: Any
     ) -> None:
         """Builds the ForgeActor."""
-        configure_logging()
-        self._witness = start_witness(Path(os.environ[RUN_DIR_VARIABLE]), asyncio.get_running_loop())
         actor = cls.__new__(cls)
         actor.rank = current_rank().rank
         actor.world_size = functools.reduce(int.__mul__, current_size().values(), 1)
         self.name = ledger.actor = f"{seat.service}[{seat.replica}]" + (
             f".{actor.rank}" if actor.world_size > 1 else ""
         )
+        configure_logging(process=self.name)
+        self._witness = start_witness(Path(os.environ[RUN_DIR_VARIABLE]), asyncio.get_running_loop())
         actor.replica, actor.state_dir = seat.replica, seat.state_dir
         actor.peers = Peers(cls, Member(seat.replica, 0, hosts, actor.world_size), self.name)
         if seat.max_concurrent is not None:

@@ -56,7 +56,7 @@ async def open_store() -> None:
 
 async def close_store() -> None:
     """Ends the store and its process; all versions are gone. Does nothing where no store is open."""
-    global _volume, _transport
+    global _volume, _transport, _lock
     async with _lock:
         if _volume is None:
             return
@@ -66,6 +66,7 @@ async def close_store() -> None:
         finally:
             ts.reset_client()
             await asyncio.wait_for(volume.stop(), _STOP_S)
+            _lock = asyncio.Lock()  # the next store may belong to another event loop, this one to its first
 
 
 async def connect() -> Transport:
