@@ -30,7 +30,7 @@ CALLS: list[tuple[str, int | None]] = [
     ("optim_step", None),  # there is nothing to update with
     ("forward_backward", 5),
     ("broken_step", 6),  # drops what was gathered
-    *(("train_step", i) for i in range(7, 12)),
+    *(("train_step", i) for i in range(7, 14)),
     ("export", None),
 ]
 

@@ -29,6 +29,7 @@ ANY_RANK = [
     ("os.rename", "snapshot", 1),  # written, but not yet there
     ("open", ".partial", 1),  # about to be written
 ]
+BEFORE_ITS_ANSWER = ("os.listdir", "state", 6)  # rank 0 in its first life: updated, snapshot not begun
 PLACES = {1: ONLY_RANK_0[:1] + ANY_RANK + ONLY_RANK_0[1:], 2: ANY_RANK}
 processes_of = multiprocessing.get_context("forkserver")
 processes_of.set_forkserver_preload(["tests.integration.recovery_worker"])
@@ -74,7 +75,7 @@ class Run:
                 size = path.stat().st_size
                 while path.stat().st_size == size:  # until it has answered a call
                     assert not wait([p.sentinel for p in ranks], 0.01), "a rank ended by itself"
-                time.sleep(random.uniform(0, 0.2))
+                time.sleep(random.uniform(0, 0.05))
                 ranks[victim].kill()
             return self._died_or_finished(ranks)
         finally:
@@ -128,6 +129,8 @@ def test_killed_anywhere_it_ends_up_where_one_ends_up_that_was_left_alone(
 
     run = Run(tiny_llama, tmp_path / "killed", world_size)
     run.folder.mkdir()
+    assert not run.life(dies_at=BEFORE_ITS_ANSWER)
+    assert dict(run.answers(0)).keys() == {0, 1, 2}  # 3 has been done
     assert not run.life(at_random=True)
     for place in PLACES[world_size]:
         assert not run.life(dies_at=place), f"nobody died at {place}"
