@@ -56,11 +56,12 @@ class TrainingConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of all computation; master weights stay float32
     gradient_accumulation_steps: int = 1  # passes that one optimizer step is split into
     sync_interval: int = 1  # optimizer steps between two updates of the generator's weights
+    snapshot_every: int = 25  # steps between two snapshots that a killed trainer goes on from; 0: none
     entropy_coef: float = 0.0  # weight of the entropy bonus in the loss, per nat
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "batch_size", "seq_len", "gradient_accumulation_steps", "sync_interval")
-        _at_least(self, 0, "warmup_steps", "weight_decay")
+        _at_least(self, 0, "warmup_steps", "weight_decay", "snapshot_every")
         _above_zero(self, "learning_rate", "max_grad_norm")
 
 

@@ -9,6 +9,7 @@ from forge.actors.reference_model import ReferenceModel
 from forge.actors.replay_buffer import ReplayBuffer
 from forge.actors.trainer import TitanTrainer
 from forge.controller import ActorHandle, ForgeActor, Runtime, Service
+from forge.controller.options import ActorOptions
 from forge.data import assets
 from forge.data.dataset import DatasetActor
 from forge.data.rewards import MathReward
@@ -34,9 +35,7 @@ async def start(config: GRPOConfig) -> Machines:
     folder = str(await asyncio.to_thread(assets.fetch, config.model))
     services, training, grpo = config.services, config.training, config.grpo
     model = {"hf_assets_path": folder}
-    Runtime.current().check_gpus(
-        {name: ForgeActor.options(**where(service, name)) for name, service in services.present().items()}
-    )
+    Runtime.current().check_gpus(options_of(config))
     loss = GRPOLoss(
         clip_low=grpo.clip_low,
         clip_high=grpo.clip_high,
@@ -78,6 +77,7 @@ async def start(config: GRPOConfig) -> Machines:
                 "gradient_accumulation_steps": training.gradient_accumulation_steps,
                 "max_grad_norm": training.max_grad_norm,
                 "steps": config.steps,
+                "snapshot_every": training.snapshot_every,
             },
             parallelism=asdict(config.parallelism),
             loss=loss,
@@ -92,6 +92,23 @@ async def start(config: GRPOConfig) -> Machines:
         )
     started = await asyncio.gather(*starts.values())
     return Machines(**{"ref_model": None, **dict(zip(starts, started, strict=True))})
+
+
+CLASSES: dict[str, type[ForgeActor]] = {  # of each service
+    "generator": Generator,
+    "trainer": TitanTrainer,
+    "ref_model": ReferenceModel,
+    "reward": RewardActor,
+    "advantages": ComputeAdvantages,
+    "dataset": DatasetActor,
+    "replay_buffer": ReplayBuffer,
+}
+
+
+def options_of(config: GRPOConfig) -> list[ActorOptions]:
+    """Where and how often each service of the run is to start."""
+    present = config.services.present()
+    return [CLASSES[name].options(**where(service, name)) for name, service in present.items()]
 
 
 def where(service: ServiceConfig, name: str) -> dict:

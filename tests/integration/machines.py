@@ -149,9 +149,12 @@ class Follower(ForgeActor):
         self.file = Path(file)
         self.value = 0
 
-    async def catch_up(self) -> int:
-        self.value = int(self.file.read_text())
+    @property
+    def weights_version(self) -> int:
         return self.value
+
+    async def catch_up(self) -> None:
+        self.value = int(self.file.read_text())
 
     @endpoint
     async def take(self, value: int) -> int:

@@ -84,12 +84,15 @@ class Generator(ForgeActor):
         else:
             await self.run_blocking(lambda: self._worker)
 
-    async def catch_up(self) -> int | None:
-        """Takes the newest weights that the trainer has published; until there are any, the folder's.
+    @property
+    def weights_version(self) -> int | None:
+        """The version that the next token is sampled from."""
+        return self._engine.version if hasattr(self, "_engine") else None
 
-        Rank 0 does it for all; returns the version that its engine holds.
-        """
-        return await self._exchange.catch_up() if self.rank == 0 else None
+    async def catch_up(self) -> None:
+        """Takes the newest weights that the trainer has published; until there are any, the folder's."""
+        if self.rank == 0:  # for all ranks
+            await self._exchange.catch_up()
 
     async def teardown(self) -> None:
         """Calls that still wait fail. What the engine holds goes with the process."""
@@ -190,7 +193,7 @@ class Generator(ForgeActor):
             self._engine_config,
             self._sampling_config,
             folder=folder,
-            seed=engine_seed(self._seed, int(os.environ.get("FORGE_REPLICA", "0"))),
+            seed=engine_seed(self._seed, self.replica, self.generation),
             num_procs=self.world_size,
             call_peers=call_peers,
         )
@@ -222,9 +225,12 @@ class Generator(ForgeActor):
 Policy = Generator
 
 
-def engine_seed(seed: int, replica: int) -> int:
-    """vLLM's seed of one replica, in [0, 2^32): no two replicas and seeds below 2^16 share one."""
-    return (seed * 65_536 + replica) % 2**32
+def engine_seed(seed: int, replica: int, generation: int = 0) -> int:
+    """vLLM's seed of one replica, in [0, 2^32): no two replicas and seeds below 2^16 share one.
+
+    One that was replaced does not begin its random numbers again.
+    """
+    return (seed * 65_536 + replica + 1024 * generation % 65_536) % 2**32
 
 
 def _make_engine(config: dict[str, Any], sampling: dict[str, Any], **kwargs: Any) -> "Engine":

@@ -67,6 +67,7 @@ class ForgeActor:
     rank: int = 0  # of this process in its mesh
     world_size: int = 1  # processes in the mesh
     replica: int = 0  # number of this mesh in its service
+    generation: int = 0  # how often this replica was replaced
     peers: "Peers"  # the whole mesh, this process included
     # A folder on this host that outlives the process and is there again for the one that replaces it, until
     # the service is shut down; see `forge.controller.journal`. None outside of a service.
@@ -83,8 +84,13 @@ class ForgeActor:
     async def setup(self) -> None:
         """Loads what the actor needs, after the constructor of every rank has returned."""
 
-    async def catch_up(self) -> int | None:
-        """Brings the actor to the state that its service is in; returns the version it then has, if any.
+    @property
+    def weights_version(self) -> int | None:
+        """Version of the weights that it works with, for `replicas()` to show; None where there are none."""
+        return None
+
+    async def catch_up(self) -> None:
+        """Brings the actor to the state that its service is in.
 
         Runs on every rank after `setup`, at the first start and whenever the actor takes the place of a lost
         one or joins a running service, and again when a `fanout` went to the others meanwhile. It takes

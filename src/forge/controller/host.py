@@ -27,6 +27,7 @@ class Seat:
 
     service: str
     replica: int
+    generation: int
     state_dir: Path
     max_concurrent: int | None
 
@@ -38,6 +39,7 @@ class Pulse:
     pid: int
     num_running: int  # calls in progress
     num_done: int  # calls answered since the start
+    version: int | None = None  # of the weights it works with
 
 
 def travels(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -79,7 +81,7 @@ class ActorHost(Actor):
         )
         configure_logging(process=self.name)
         self._witness = start_witness(Path(os.environ[RUN_DIR_VARIABLE]), asyncio.get_running_loop())
-        actor.replica, actor.state_dir = seat.replica, seat.state_dir
+        actor.replica, actor.generation, actor.state_dir = seat.replica, seat.generation, seat.state_dir
         actor.peers = Peers(cls, Member(seat.replica, 0, hosts, actor.world_size), self.name)
         if seat.max_concurrent is not None:
             self._free = asyncio.Semaphore(seat.max_concurrent)
@@ -93,8 +95,8 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     @travels
-    async def catch_up(self) -> int | None:
-        return await self._held.catch_up()
+    async def catch_up(self) -> None:
+        await self._held.catch_up()
 
     @concurrent_endpoint
     @travels
@@ -117,7 +119,8 @@ class ActorHost(Actor):
     @concurrent_endpoint
     async def probe(self) -> Pulse:
         """Answers as long as the event loop turns, however many calls wait or run."""
-        return Pulse(os.getpid(), len(ledger.incoming), self._num_done)
+        version = self._actor.weights_version if self._actor is not None else None
+        return Pulse(os.getpid(), len(ledger.incoming), self._num_done, version)
 
     @concurrent_endpoint
     @travels

@@ -78,9 +78,19 @@ class Lane:
             self._in_background(self._cancel(id))
             raise
         except ActorError as error:
+            await self._check_all_alive()
             raise error.exception from None
         except SupervisionError as error:
             raise LaneLost(cause_of_death(error)) from None
+
+    async def _check_all_alive(self) -> None:
+        """An error of one rank may only tell that another has died ("connection closed by peer"): raises
+        LaneLost then."""
+        if self.member.num_procs > 1:
+            try:
+                await self._all.probe.call()
+            except (SupervisionError, ActorError) as error:
+                raise LaneLost(cause_of_death(error)) from None
 
     async def _call_in_frame(self, id: str, caller: str, method: str, packed: bytes) -> Any:
         future = self._answers[id] = asyncio.get_running_loop().create_future()
@@ -95,6 +105,7 @@ class Lane:
         finally:
             self._answers.pop(id, None)
         if not ok:
+            await self._check_all_alive()
             raise unpack(answer)
         return unpack(answer)
 

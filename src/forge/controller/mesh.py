@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forge.controller._monarch import ActorError, SupervisionError
 from forge.controller.host import ActorHost, Pulse, Seat
 from forge.controller.lane import cause_of_death
+from forge.controller.ledger import Place
 from forge.controller.provisioner import Placement, Provisioner
 from forge.controller.witness import RUN_DIR_VARIABLE
 from forge.errors import ActorFailure, ReplicaLost
@@ -39,7 +40,7 @@ class Mesh:
         provisioner: Provisioner,
         options: "ActorOptions[Any]",
         seat: Seat,
-        gpus: list[str],
+        place: Place,
         args: tuple,
         kwargs: dict[str, Any],
         *,
@@ -49,19 +50,18 @@ class Mesh:
         name = f"{options.name}_{next(_serial)}"
         env = {
             **options.cls.bootstrap_env(),
-            "FORGE_REPLICA": str(seat.replica),
             RUN_DIR_VARIABLE: str(run_dir),
         }
         env |= options.env or {}
         placement = provisioner.spawn(
-            name, options.procs, gpus, compute_bound=options.cls.compute_bound, env=env
+            name, place, compute_bound=options.cls.compute_bound, env=env
         )
-        mesh = cls(name, placement, placement.procs.spawn(name, ActorHost, options.name))
+        mesh = cls(name, placement, placement.spawn(name, ActorHost, options.name))
         deadline = asyncio.timeout(options.start_timeout_s)
         try:
             async with deadline:
                 with translated_errors(f"{name}.start"):
-                    mesh.pids = [pulse.pid for pulse in await mesh.probe()]
+                    mesh.pids = [pulse.pid for pulse in await provisioner.arrival(placement, mesh.probe())]
                     await mesh.hosts.construct.call(options.cls, args, kwargs, seat, mesh.hosts)
                     await mesh.hosts.setup.call()
         except BaseException as error:
@@ -74,10 +74,10 @@ class Mesh:
             raise
         return mesh
 
-    async def catch_up(self) -> int | None:
-        """Lets every rank bring itself up to date; the version that rank 0 then has."""
+    async def catch_up(self) -> None:
+        """Lets every rank bring itself up to date."""
         with translated_errors(f"{self.name}.catch_up"):
-            return next(iter((await self.hosts.catch_up.call()).items()))[1]
+            await self.hosts.catch_up.call()
 
     async def probe(self) -> list[Pulse]:
         """What every rank answers to a health probe."""

@@ -6,6 +6,7 @@ from enum import Enum
 
 from forge.controller.host import Pulse
 from forge.controller.lane import Member
+from forge.controller.ledger import Place
 from forge.controller.mesh import Mesh
 
 SETTLED_S = 30.0  # one that lived so long did not die of its start
@@ -30,10 +31,11 @@ class ReplicaStatus:
 
     index: int
     state: ReplicaState
-    version: int | None  # of the weights, as of its last start or fanout; None where there are none
+    version: int | None  # of the weights that it works with; None where there are none
     load: int  # calls in progress, whoever made them
     restarts: int
     pids: tuple[int, ...]
+    hosts: tuple[str, ...]
     gpus: tuple[str, ...]
     reason: str | None  # why it was lost last
 
@@ -41,15 +43,14 @@ class ReplicaStatus:
 class Replica:
     """Its state, and the mesh that plays it at present."""
 
-    def __init__(self, index: int, gpus: list[str]) -> None:
+    def __init__(self, index: int, place: Place) -> None:
         self.index = index
-        self.gpus = gpus
+        self.place = place
         self.state = ReplicaState.LOADING
         self.mesh: Mesh | None = None
         self.generation = 0
         self.failures = 0  # starts and lives in a row that ended before one call was answered
         self.reason: str | None = None
-        self.version: int | None = None
         self.pulse = Pulse(0, 0, 0)
         self.is_probed = False
         self._healthy_since = 0.0
@@ -82,10 +83,11 @@ class Replica:
         return ReplicaStatus(
             self.index,
             self.state,
-            self.version,
+            self.pulse.version,
             self.pulse.num_running,
             self.generation,
             pids,
-            tuple(self.gpus),
+            tuple(host.name for host in self.place.hosts),
+            tuple(self.place.gpus),
             self.reason,
         )

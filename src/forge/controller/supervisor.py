@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forge.controller.dispatcher import Dispatcher, Roster
 from forge.controller.host import Seat
 from forge.controller.lane import Member
+from forge.controller.ledger import Demand
 from forge.controller.mesh import Mesh
 from forge.controller.provisioner import Provisioner
 from forge.controller.replica import MAX_FAILURES, Replica, ReplicaState, ReplicaStatus
@@ -52,6 +53,7 @@ class Supervisor:
         )
         self._args, self._kwargs = args, kwargs
         self._provisioner = provisioner
+        self._demand = Demand.of(options)
         self._run_dir = run_dir
         self._heals = heals
         self._replicas: dict[int, Replica] = {}
@@ -87,7 +89,7 @@ class Supervisor:
             *(mesh.stop(self._provisioner) for mesh in self._meshes()), return_exceptions=True
         )
         for replica in self._replicas.values():
-            self._provisioner.give_back(replica.gpus)
+            self._provisioner.give_back(replica.place)
         self._replicas.clear()
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -169,13 +171,9 @@ class Supervisor:
     # -- replicas come and go --------------------------------------------------------------------------------
 
     async def _grow(self, num: int) -> None:
-        per_replica = self.options.procs if self.options.with_gpus else 0
-        gpus = self._provisioner.reserve(self.options.name, per_replica * num)
+        places = self._provisioner.reserve(self._demand, num)
         free = (i for i in range(len(self._replicas) + num) if i not in self._replicas)
-        new = [
-            Replica(index, gpus[i * per_replica : (i + 1) * per_replica])
-            for i, index in zip(range(num), free, strict=False)
-        ]
+        new = [Replica(index, place) for place, index in zip(places, free, strict=False)]
         self._replicas.update({replica.index: replica for replica in new})
         outcomes = await asyncio.gather(*(self._bring_up(replica) for replica in new), return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -190,6 +188,7 @@ class Supervisor:
         seat = Seat(
             self.options.name,
             replica.index,
+            replica.generation,
             self._run_dir / self.uid / str(replica.index),
             self.options.max_concurrent,
         )
@@ -197,7 +196,7 @@ class Supervisor:
             self._provisioner,
             self.options,
             seat,
-            replica.gpus,
+            replica.place,
             self._args,
             self._kwargs,
             run_dir=self._run_dir,
@@ -207,7 +206,7 @@ class Supervisor:
             while num_seen != self.num_fanouts:
                 num_seen = self.num_fanouts
                 async with asyncio.timeout(self.options.start_timeout_s):
-                    replica.version = await mesh.catch_up()
+                    await mesh.catch_up()
                 replica.state = ReplicaState.SYNCED
         except BaseException:
             await mesh.kill(self._provisioner)
@@ -222,7 +221,12 @@ class Supervisor:
         while replica.failures < MAX_FAILURES:
             await asyncio.sleep(replica.backoff_s())
             replica.generation += 1
-            self._change_gpus(replica)
+            suspect = replica.failures >= 2  # it may be the device
+            try:
+                replica.place = await self._provisioner.move(self._demand, replica.place, is_suspect=suspect)
+            except ConfigError as error:
+                replica.reason = str(error)
+                return self._give_up(replica, f"finds no place: {error}")
             try:
                 await self._bring_up(replica)
             except Exception as error:  # kept as the reason, and counted; logged below
@@ -238,26 +242,20 @@ class Supervisor:
                 continue
             logger.warning("%s: replica %d is back", self.options.name, replica.index)
             return
-        replica.state = ReplicaState.FAILED
-        logger.error(
-            "%s is degraded: replica %d died %d times in a row without answering a call, last of: %s",
-            self.options.name,
-            replica.index,
-            replica.failures,
-            replica.reason,
+        self._give_up(
+            replica,
+            f"died {replica.failures} times in a row without answering a call, last of: {replica.reason}",
         )
+
+    def _give_up(self, replica: Replica, reason: str) -> None:
+        replica.state = ReplicaState.FAILED
+        logger.error("%s is degraded: replica %d %s", self.options.name, replica.index, reason)
         self._publish()
 
     async def _bury(self, replica: Replica) -> None:
         mesh, replica.mesh = replica.mesh, None
         if mesh is not None:
             await mesh.kill(self._provisioner)
-
-    def _change_gpus(self, replica: Replica) -> None:
-        """After two failures it may be the device: takes spares where there are enough."""
-        if replica.gpus and replica.failures >= 2 and self._provisioner.num_free >= len(replica.gpus):
-            old, replica.gpus = replica.gpus, self._provisioner.reserve(self.options.name, len(replica.gpus))
-            self._provisioner.give_back(old)
 
     async def _drain(self, replica: Replica) -> None:
         """Takes no new calls, finishes those it has, and goes."""
@@ -279,7 +277,7 @@ class Supervisor:
         self._replicas.pop(replica.index, None)
         if replica.mesh is not None:
             await replica.mesh.stop(self._provisioner)
-        self._provisioner.give_back(replica.gpus)
+        self._provisioner.give_back(replica.place)
 
     # -- the watch -------------------------------------------------------------------------------------------
 
@@ -305,7 +303,7 @@ class Supervisor:
                 done, _ = await asyncio.wait({probe}, timeout=patience_s / 2)
                 if done:
                     pulses = probe.result()
-                    replica.pulse = max(pulses, key=lambda pulse: pulse.num_running)
+                    replica.pulse = pulses[0]  # rank 0 serves every call
                     return
             if is_fatal:
                 reason = f"its event loop did not answer for {patience_s:g} s"

@@ -89,6 +89,10 @@ def test_sampling_asks_for_the_sampled_tokens_logprob_and_the_end_only() -> None
 def test_engine_seeds_differ_between_replicas_and_runs() -> None:
     seeds = {engine_seed(seed, replica) for seed in range(50) for replica in range(50)}
     assert len(seeds) == 2500
+    assert (
+        len({engine_seed(0, replica, generation) for replica in range(50) for generation in range(60)})
+        == 3000
+    )
     assert 0 <= engine_seed(-1, 0) < 2**32 and 0 <= engine_seed(2**40, 7) < 2**32
 
 

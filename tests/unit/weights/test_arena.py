@@ -67,6 +67,7 @@ def test_an_arena_is_found_by_any_view_and_no_other_tensor() -> None:
 
 
 def test_a_view_keeps_the_mapping_and_the_last_one_frees_it() -> None:
+    gc.collect()  # what earlier tests have left open
     before = open_descriptors()
     arena = filled(ArenaPool(), 4096, 3)
     view = arena.bytes()[10:20]

@@ -104,14 +104,10 @@ class TitanTrainer(ForgeActor):
             snapshot_every=self.config.training.snapshot_every,
         )
 
-    async def catch_up(self) -> int | None:
-        """Brings a trainer that takes the place of a killed one to where that one was.
-
-        Returns the newest version of the weights in the store, None before the first.
-        """
+    async def catch_up(self) -> None:
+        """Brings a trainer that takes the place of a killed one to where that one was."""
         if not self.recovery.restored:
             await self._repeat_lost_work()
-        return max(await pushed_versions(), default=None) if self.recovery.pushed else None
 
     async def _repeat_lost_work(self) -> None:
         todo: list[Work] = await self.run_blocking(self.recovery.restore)
