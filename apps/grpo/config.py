@@ -237,6 +237,23 @@ class ChaosConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LauncherConfig:
+    """The hosts that the services run on."""
+
+    name: Literal["this_host", "local"] = "this_host"  # local: emulated hosts on this machine, to try it out
+    num_hosts: int = 1  # how many, with local
+    gpus_per_host: int | None = None  # GPUs each of them pretends to have; null: its share of the real ones
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_hosts")
+        if self.name == "this_host" and (self.num_hosts != 1 or self.gpus_per_host is not None):
+            raise ConfigError(
+                f"name this_host is one host with the GPUs it has, but num_hosts is {self.num_hosts} and "
+                f"gpus_per_host {self.gpus_per_host}: set launcher.name to local, or leave them out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class GRPOConfig:
     """A whole run."""
 
@@ -252,6 +269,7 @@ class GRPOConfig:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     services: ServicesConfig = field(default_factory=ServicesConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     stall_timeout_s: float | None = 1800.0  # seconds in which nothing moves, then the run ends; null: never
@@ -306,20 +324,6 @@ SHORTHANDS = {f.name: f"services.{f.name}" for f in fields(ServicesConfig)}
 def load_config(argv: Sequence[str]) -> Loaded[GRPOConfig]:
     """The configuration that the command line asks for; see `forge.config.load`."""
     return load(GRPOConfig, argv, default_config=DEFAULT_CONFIG, shorthands=SHORTHANDS)
-
-
-def placement(config: GRPOConfig) -> str:
-    """A table of where every service runs, with the number of GPUs it takes."""
-    rows = [("service", "replicas x hosts x procs", "device")]
-    num_gpus = 0
-    for name, service in config.services.present().items():
-        gpus = service.num_replicas * service.num_procs if service.with_gpus else 0
-        num_gpus += gpus
-        size = f"{service.num_replicas} x {service.hosts or 1} x {service.procs}"
-        rows.append((name, size, f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "CPU"))
-    width = max(len(name) for name, *_ in rows)
-    lines = [f"{name:<{width}}  {size:<24}  {device}" for name, size, device in rows]
-    return "\n".join([*lines, f"{num_gpus} GPUs in all" if num_gpus else "no GPUs"])
 
 
 def _at_least(section: Any, least: int, *names: str) -> None:

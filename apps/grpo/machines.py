@@ -9,7 +9,10 @@ from forge.actors.reference_model import ReferenceModel
 from forge.actors.replay_buffer import ReplayBuffer
 from forge.actors.trainer import TitanTrainer
 from forge.controller import ActorHandle, ForgeActor, Runtime, Service
+from forge.controller.launcher import make_launcher
+from forge.controller.ledger import Demand
 from forge.controller.options import ActorOptions
+from forge.controller.placement_table import placement_table
 from forge.data import assets
 from forge.data.dataset import DatasetActor
 from forge.data.rewards import MathReward
@@ -109,6 +112,13 @@ def options_of(config: GRPOConfig) -> list[ActorOptions]:
     """Where and how often each service of the run is to start."""
     present = config.services.present()
     return [CLASSES[name].options(**where(service, name)) for name, service in present.items()]
+
+
+def placement(config: GRPOConfig) -> str:
+    """A table of where every replica runs and what it takes, against what there is."""
+    hosts = config.launcher
+    launcher = make_launcher(hosts.name, hosts.num_hosts, hosts.gpus_per_host)
+    return placement_table(launcher, [Demand.of(options) for options in options_of(config)])
 
 
 def where(service: ServiceConfig, name: str) -> dict:

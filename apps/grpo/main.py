@@ -8,8 +8,8 @@ import sys
 from functools import partial
 from uuid import uuid4
 
-from apps.grpo.config import GRPOConfig, load_config, placement
-from apps.grpo.machines import Machines, start
+from apps.grpo.config import GRPOConfig, load_config
+from apps.grpo.machines import Machines, placement, start
 from forge.app import Run, run_app
 from forge.data.dataset import DatasetActor
 from forge.data_models import Completion, Episode

@@ -8,11 +8,12 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from forge.config import Loaded, describe
 from forge.controller import Runtime
 from forge.controller.chaos import Chaos
+from forge.controller.launcher import make_launcher
 from forge.errors import ForgeError
 from forge.observability.console import console_sink
 from forge.observability.jsonl import JSONLSink
@@ -44,6 +45,17 @@ class ChaosConfig(Protocol):
     def seed(self) -> int: ...
 
 
+class LauncherConfig(Protocol):
+    """The hosts of the run."""
+
+    @property
+    def name(self) -> Literal["this_host", "local"]: ...
+    @property
+    def num_hosts(self) -> int: ...
+    @property
+    def gpus_per_host(self) -> int | None: ...
+
+
 class AppConfig(Protocol):
     """What every app's configuration has."""
 
@@ -51,6 +63,8 @@ class AppConfig(Protocol):
     def steps(self) -> int: ...
     @property
     def output_dir(self) -> str: ...
+    @property
+    def launcher(self) -> LauncherConfig: ...
     @property
     def logging(self) -> LoggingConfig: ...
     @property
@@ -151,7 +165,9 @@ async def _run(main: Callable[[C, Run], Awaitable[None]], config: C) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with Runtime(stall_timeout_s=config.stall_timeout_s):
+    hosts = config.launcher
+    launcher = make_launcher(hosts.name, hosts.num_hosts, hosts.gpus_per_host)
+    async with Runtime(launcher=launcher, stall_timeout_s=config.stall_timeout_s):
         run = Run(config)
         try:
             await main(config, run)

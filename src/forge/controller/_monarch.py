@@ -1,5 +1,6 @@
 """The only door to Monarch: sets what must be set before its import, then names what forge uses of it."""
 
+import contextlib
 import os
 
 # Monarch polls for dead processes; by default a death is noticed after up to 10 s, a frozen one after 60 s.
@@ -23,12 +24,15 @@ from monarch.actor import (  # noqa: E402
     Actor,
     ActorError,
     Channel,
+    HostMesh,
     MeshFailure,
     ProcMesh,
     ValueMesh,
+    attach_to_workers,
     concurrent_endpoint,
     current_rank,
     current_size,
+    run_worker_loop_forever,
     shutdown_context,
     this_host,
     this_proc,
@@ -41,23 +45,31 @@ __all__ = [
     "Actor",
     "ActorError",
     "Channel",
+    "HostMesh",
     "MeshFailure",
     "ProcMesh",
     "SupervisionError",
     "ValueMesh",
+    "attach_to_workers",
     "concurrent_endpoint",
     "current_rank",
     "current_size",
     "leave",
     "monarch_actor",
+    "run_worker_loop_forever",
     "this_host",
     "this_proc",
 ]
 
 
+_LEAVE_S = 3.0
+
+
 def leave() -> None:
     """Ends Monarch in this process, for good: nothing can be started afterwards.
 
-    It would end by itself with the process, but gives its children only a second then.
+    It would end by itself with the process, but gives its children only a second then. It waits as long as it
+    may for a host that was lost.
     """
-    shutdown_context().get(timeout=10)
+    with contextlib.suppress(TimeoutError):
+        shutdown_context(host_timeout=_LEAVE_S).get(timeout=2 * _LEAVE_S)

@@ -53,9 +53,7 @@ class Mesh:
             RUN_DIR_VARIABLE: str(run_dir),
         }
         env |= options.env or {}
-        placement = provisioner.spawn(
-            name, place, compute_bound=options.cls.compute_bound, env=env
-        )
+        placement = provisioner.spawn(name, place, compute_bound=options.cls.compute_bound, env=env)
         mesh = cls(name, placement, placement.spawn(name, ActorHost, options.name))
         deadline = asyncio.timeout(options.start_timeout_s)
         try:

@@ -17,8 +17,8 @@ A = TypeVar("A", bound=ForgeActor)
 class Options(TypedDict, total=False):
     """The keys of `ForgeActor.options`."""
 
-    procs: int  # processes of one replica, default 1
-    hosts: int | None  # hosts of one replica, None for this one
+    procs: int  # processes of one replica on each of its hosts, default 1
+    hosts: int | None  # hosts of one replica, with `procs` processes on each; None: one
     with_gpus: bool  # one GPU for every process
     num_replicas: int  # default 1
     mesh_name: str | None  # name in logs and messages; that of the class by default
@@ -56,7 +56,7 @@ class ActorOptions(Generic[A]):
     router: Router = field(default_factory=LeastLoadedRouter)
 
     def __post_init__(self) -> None:
-        for key in ("procs", "num_replicas", "max_concurrent", "min_replicas", "max_replicas"):
+        for key in ("procs", "hosts", "num_replicas", "max_concurrent", "min_replicas", "max_replicas"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ConfigError(f"{self.name}: {key} must be at least 1, got {value}")
@@ -64,10 +64,6 @@ class ActorOptions(Generic[A]):
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise ConfigError(f"{self.name}: {key} must be above 0 seconds, got {value}")
-        if self.hosts is not None:
-            raise ConfigError(
-                f"{self.name}: hosts={self.hosts}, but actors start on this host only: leave hosts out"
-            )
         self._check_scaling()
 
     def _check_scaling(self) -> None:

@@ -1,22 +1,28 @@
-"""Provisioner: which process gets which GPU and how many threads."""
+"""Provisioner: starts processes on the hosts that have room, and notices when a host is gone."""
 
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import signal
-import socket
-import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
-from forge.controller._monarch import ProcMesh, this_host
+from forge.controller._monarch import HostMesh, ProcMesh
 from forge.controller.bootstrap import bootstrap
-from forge.errors import NotEnoughGPUs
+from forge.controller.launcher import Launcher, attach
+from forge.controller.ledger import Demand, Host, Ledger, Place
+from forge.controller.machine import free_port
+from forge.errors import ConfigError, ForgeError, NotEnoughGPUs, ReplicaLost
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_LOOK_S = 0.25
+_ARRIVAL_S = 60.0  # Monarch waits forever for processes on a host that is gone
 
 
 @dataclass(slots=True)
@@ -24,75 +30,154 @@ class Placement:
     """The processes of one mesh."""
 
     procs: ProcMesh
+    place: Place
+
+    def spawn(self, *args: Any) -> Any:
+        """A Monarch actor in each, in one row over all hosts."""
+        actors = self.procs.spawn(*args)
+        return actors.flatten("procs") if self.place.hosts[0].worker is not None else actors
 
 
 class Provisioner:
-    """The ledger of this host's GPUs; every mesh of processes comes from here and goes back here.
+    """The hosts of a run with what they have; every mesh of processes comes from here and goes back here."""
 
-    GPUs are known by what CUDA_VISIBLE_DEVICES takes: "0", "GPU-5ee1...", "MIG-...".
-    """
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._ledger = Ledger(launcher.plan())
+        self._is_open = False
+        self._opening = asyncio.Lock()
+        self._replacements: dict[str, asyncio.Task[None]] = {}  # by name of the host that is gone
 
-    def __init__(self, gpus: list[str] | None = None) -> None:
-        self._free = visible_gpus() if gpus is None else list(gpus)
-        self._total = len(self._free)
+    async def open(self, folder: Path) -> None:
+        """Starts the hosts; a second time does nothing. `folder` lives as long as the run."""
+        async with self._opening:
+            if not self._is_open:
+                await self._launcher.start(self._ledger.hosts, folder)
+                self._is_open = True
 
-    @property
-    def num_free(self) -> int:
-        """GPUs that nobody holds."""
-        return len(self._free)
+    async def close(self) -> None:
+        """Ends the hosts. What ran on them was released before."""
+        for replacement in self._replacements.values():
+            replacement.cancel()
+        await asyncio.gather(*self._replacements.values(), return_exceptions=True)
+        await self._launcher.stop()
 
-    def check(self, demands: Mapping[str, int]) -> None:
-        """Raises NotEnoughGPUs, with the arithmetic, when so many GPUs by service are not free in all."""
-        wanted = sum(demands.values())
-        if wanted > len(self._free):
-            parts = " + ".join(f"{name} {num}" for name, num in demands.items() if num)
-            raise NotEnoughGPUs(
-                f"{parts} = {wanted} GPUs are wanted, {len(self._free)} of {self._total} are free: lower "
-                "procs or num_replicas of a service, or set its with_gpus to false"
-            )
+    def check(self, demands: Sequence[Demand]) -> None:
+        """Keeps a place for every replica of a run; NotEnoughGPUs, with the arithmetic, if one finds none."""
+        self._ledger.plan(demands)
 
-    def reserve(self, name: str, num_gpus: int) -> list[str]:
-        """Takes GPUs out of the ledger; NotEnoughGPUs with the arithmetic when they are not there."""
-        if num_gpus > len(self._free):
-            raise NotEnoughGPUs(
-                f"{name} wants {num_gpus} GPUs, {len(self._free)} of {self._total} are free: "
-                f"lower services.{name}.procs or num_replicas, or set services.{name}.with_gpus: false"
-            )
-        taken, self._free = self._free[:num_gpus], self._free[num_gpus:]
-        return taken
+    def reserve(self, demand: Demand, num_replicas: int) -> list[Place]:
+        """Places for so many replicas of a service; NotEnoughGPUs when they are not there."""
+        self._look()
+        return self._ledger.reserve(demand, num_replicas)
 
-    def give_back(self, gpus: list[str]) -> None:
-        """Puts GPUs back into the ledger, behind those that are free: a suspect one is taken last."""
-        self._free.extend(gpus)
+    def give_back(self, place: Place) -> None:
+        """Frees a place; a second time does nothing."""
+        self._ledger.give_back(place)
 
-    def spawn(
-        self, name: str, procs: int, gpus: list[str], *, compute_bound: bool, env: dict[str, str]
-    ) -> Placement:
-        """Starts `procs` processes, one GPU each where `gpus` has any."""
+    async def move(self, demand: Demand, place: Place, *, is_suspect: bool) -> Place:
+        """Where a lost replica starts again: another place when its host is gone, or on spare GPUs when its
+        own are suspect; else the same. NotEnoughGPUs when no host that is left has room."""
+        self._look()
+        if place.is_gone:
+            self.give_back(place)
+            return await self._find(demand)
+        if not (is_suspect and place.gpus):
+            return place
+        try:
+            [spare] = self._ledger.reserve(demand, 1)
+        except NotEnoughGPUs:
+            return place
+        self.give_back(place)
+        return spare
+
+    def spawn(self, name: str, place: Place, *, compute_bound: bool, env: dict[str, str]) -> Placement:
+        """Starts the processes of a place, one GPU each where it has any."""
+        first, num_procs = place.hosts[0], place.procs * len(place.hosts)
         own = {
-            "WORLD_SIZE": str(procs),
-            "LOCAL_WORLD_SIZE": str(procs),
-            "MASTER_ADDR": "127.0.0.1",
+            "WORLD_SIZE": str(num_procs),
+            "LOCAL_WORLD_SIZE": str(place.procs),
+            "MASTER_ADDR": first.ip,
             "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": str(max(1, num_cores() // procs) if compute_bound else 1),
+            "OMP_NUM_THREADS": str(place.num_threads(compute_bound=compute_bound)),
             # two pools that spin on the same cores slow each other down many times over
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
             **env,
         }
-        start = functools.partial(bootstrap, own, gpus)
-        return Placement(this_host().spawn_procs({"procs": procs}, bootstrap=start, name=name))
+        start = functools.partial(bootstrap, own, place.gpus, place.procs)
+        procs = _mesh_over(name, place.hosts).spawn_procs({"procs": place.procs}, bootstrap=start, name=name)
+        return Placement(procs, place)
+
+    async def arrival(self, placement: Placement, work: Coroutine[Any, Any, T]) -> T:
+        """The outcome of `work`, the first call to new processes; ReplicaLost when their host is gone."""
+        hosts = [host for host in placement.place.hosts if host.worker is not None]
+        task = asyncio.ensure_future(work)
+        deadline = asyncio.get_running_loop().time() + _ARRIVAL_S
+        try:
+            while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
+                self._look()
+                if len(hosts) == 1 and asyncio.get_running_loop().time() > deadline:
+                    self._lose(hosts[0], f"no process had started there after {_ARRIVAL_S:g} s")
+                for host in hosts:
+                    if host.is_gone:
+                        raise ReplicaLost(f"{host.name} is gone: nothing starts there any more")
+            return task.result()
+        finally:
+            task.cancel()
 
     async def release(self, placement: Placement, pids: list[int], *, kill: bool = False) -> None:
         """Stops the processes; kills those that don't stop by themselves, or all at once with `kill`."""
+        ours = pids if all(host.is_this_machine for host in placement.place.hosts) else []
         if kill:
-            end_processes(pids)
+            end_processes(ours)
         try:
             await asyncio.wait_for(_stop(placement.procs), timeout=5)
         except TimeoutError:
             logger.debug("%s did not stop in time: killing it", placement.procs)
         finally:
-            end_processes(pids)
+            end_processes(ours)
+
+    async def _find(self, demand: Demand) -> Place:
+        """A place on the hosts that are left, or on those that are about to take the place of lost ones."""
+        while True:
+            coming = [task for task in self._replacements.values() if not task.done()]
+            try:
+                return self._ledger.reserve(demand, 1)[0]
+            except ConfigError:
+                if not coming:
+                    raise
+            await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+
+    def _look(self) -> None:
+        """Takes hosts that have ended out of the ledger."""
+        for host in self._ledger.alive if self._is_open else []:
+            if self._launcher.is_gone(host):
+                self._lose(host, "it has ended")
+
+    def _lose(self, host: Host, reason: str) -> None:
+        host.is_gone = True
+        logger.warning("%s is gone (%s)", host.name, reason)
+        if not host.is_replacement:  # one that goes too is not worth a third
+            self._replacements[host.name] = asyncio.ensure_future(self._replace(host))
+
+    async def _replace(self, lost: Host) -> None:
+        try:
+            new = await self._launcher.replace(lost)
+        except ForgeError as error:
+            logger.warning("%s could not be replaced: %s", lost.name, error)
+            return
+        if new is not None:
+            new.is_replacement = True
+            self._ledger.hosts.append(new)
+            logger.warning("%s takes the place of %s", new.name, lost.name)
+
+
+def _mesh_over(name: str, hosts: list[Host]) -> HostMesh:
+    if len(hosts) > 1:
+        return attach(name, hosts)
+    assert hosts[0].mesh is not None, f"{hosts[0].name} was not started"
+    return hosts[0].mesh
 
 
 async def _stop(procs: ProcMesh) -> None:
@@ -105,32 +190,6 @@ def end_processes(pids: Iterable[int]) -> None:
         if is_running(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def visible_gpus() -> list[str]:
-    """GPUs of this host that CUDA_VISIBLE_DEVICES leaves; without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        parts = [part.strip() for part in visible.split(",")]
-        return list(itertools.takewhile(lambda part: part not in ("", "-1"), parts))  # CUDA stops there too
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):  # no driver: no GPUs
-        return []
-    num_gpus = len([line for line in listing.stdout.splitlines() if line.startswith("GPU")])
-    return [str(i) for i in range(num_gpus)]
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def is_running(pid: int) -> bool:

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -17,6 +17,8 @@ from forge.controller.client import LocalClient
 from forge.controller.directory import Directory
 from forge.controller.handle import ActorHandle
 from forge.controller.lane import cause_of_death
+from forge.controller.launcher import Launcher, ThisHost
+from forge.controller.ledger import Demand
 from forge.controller.provisioner import Provisioner
 from forge.controller.run_folder import make_run_folder
 from forge.controller.service import Service, first_line
@@ -44,10 +46,11 @@ class Runtime:
     _current: ClassVar["Runtime | None"] = None
     _serial: ClassVar = itertools.count()
 
-    def __init__(self, *, stall_timeout_s: float | None = None) -> None:
-        """stall_timeout_s: when nothing has moved for so long, who waits for whom is printed, and the block
+    def __init__(self, *, launcher: Launcher | None = None, stall_timeout_s: float | None = None) -> None:
+        """launcher: makes the hosts that actors run on; None: they run on this one.
+        stall_timeout_s: when nothing has moved for so long, who waits for whom is printed, and the block
         ends with RunStalled; None: never."""
-        self.provisioner = Provisioner()
+        self.provisioner = Provisioner(launcher or ThisHost())
         self.folder: Path = make_run_folder()  # of this run: what outlives the processes of its actors
         self.services: dict[str, Supervisor] = {}  # by uid, oldest first; single actors too
         self._closers: list[Callable[[], Awaitable[None]]] = []
@@ -103,11 +106,9 @@ class Runtime:
         """`num_replicas` meshes, which are replaced when they die."""
         return Service(await self._start(options, args, kwargs, heals=True))
 
-    def check_gpus(self, services: Mapping[str, "ActorOptions[Any]"]) -> None:
-        """Raises NotEnoughGPUs when these can't all be started, before one of them is."""
-        self.provisioner.check(
-            {name: o.procs * o.num_replicas if o.with_gpus else 0 for name, o in services.items()}
-        )
+    def check_gpus(self, services: Iterable["ActorOptions[Any]"]) -> None:
+        """Raises NotEnoughGPUs when these can't all be started, before one of them is; keeps their places."""
+        self.provisioner.check([Demand.of(options) for options in services])
 
     def on_close(self, closer: Callable[[], Awaitable[None]]) -> None:
         """Runs `closer` after the last actor is stopped."""
@@ -149,7 +150,7 @@ class Runtime:
             logger.warning("while closing: teardown took over %g s: ending all processes", _TEARDOWN_S)
         outcomes = await asyncio.gather(*(service.stop() for service in services), return_exceptions=True)
         errors += [o for o in outcomes if isinstance(o, BaseException)]
-        for closer in reversed(self._closers):
+        for closer in (*reversed(self._closers), self.provisioner.close):
             try:
                 await closer()
             except Exception as error:  # the rest must be closed too; logged below, none is lost
@@ -188,6 +189,7 @@ class Runtime:
         if cls not in self._preparations:
             self._preparations[cls] = asyncio.ensure_future(cls.prepare())
         await self._preparations[cls]
+        await self.provisioner.open(self.folder)
         await service.start()
         self.services[service.uid] = Directory.supervisors[service.uid] = service
 
