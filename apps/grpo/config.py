@@ -235,6 +235,11 @@ class ChaosConfig:
     def __post_init__(self) -> None:
         _above_zero(self, "every_s")
 
+    @property
+    def targets(self) -> list[str]:
+        """The names in `kill`."""
+        return [name.strip() for name in (self.kill or "").split(",") if name.strip()]
+
 
 @dataclass(frozen=True, slots=True)
 class LauncherConfig:
@@ -281,6 +286,7 @@ class GRPOConfig:
             _above_zero(self, "stall_timeout_s")
         self._check_batch()
         self._check_lengths()
+        self._check_chaos()
         if self.grpo.beta > 0 and self.services.ref_model is None:
             raise ConfigError(
                 f"grpo.beta is {self.grpo.beta}, but there is no reference model: add services.ref_model, or "
@@ -308,6 +314,12 @@ class GRPOConfig:
                 f"data-parallel ranks x training.gradient_accumulation_steps {passes} = {share}; make it a "
                 f"multiple of {share}, for example {-(-batch_size // share) * share}"
             )
+
+    def _check_chaos(self) -> None:
+        names = sorted(service.mesh_name or name for name, service in self.services.present().items())
+        for target in self.chaos.targets:
+            if target not in (*names, "all"):
+                raise ConfigError(f"chaos.kill names {target!r}; there are {', '.join(names)}, or all")
 
     def _check_lengths(self) -> None:
         if self.grpo.max_tokens >= self.training.seq_len:

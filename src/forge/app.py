@@ -38,7 +38,7 @@ class ChaosConfig(Protocol):
     """What is killed on purpose, and how often."""
 
     @property
-    def kill(self) -> str | None: ...
+    def targets(self) -> list[str]: ...
     @property
     def every_s(self) -> float: ...
     @property
@@ -110,9 +110,9 @@ class Run:
         """Steps are timed from here on: what came before was the start of the machines."""
         self._last = time.perf_counter()
         chaos = self._config.chaos
-        if chaos.kill is not None:
-            targets = [name.strip() for name in chaos.kill.split(",")]
-            self._chaos = Chaos(Runtime.current().services, targets, every_s=chaos.every_s, seed=chaos.seed)
+        if chaos.targets:
+            services = Runtime.current().services
+            self._chaos = Chaos(services, chaos.targets, every_s=chaos.every_s, seed=chaos.seed)
             self._killing = asyncio.create_task(self._chaos.run(), name="chaos")
 
     def close(self) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from apps.grpo.config import DEFAULT_CONFIG, SHORTHANDS, GRPOConfig, load_config, placement
+from apps.grpo.config import DEFAULT_CONFIG, SHORTHANDS, GRPOConfig, load_config
+from apps.grpo.machines import placement
 from forge.config import describe
 from forge.errors import ConfigError
 
@@ -173,6 +174,9 @@ def test_data_parallel_size_is_what_the_other_degrees_leave(
             "generator.engine.dtype has its own key: set training.dtype",
         ),
         (["--dataset.path", "openai/gsm8k"], "dataset.options are arguments of a reasoning-gym task"),
+        (["--chaos.kill", "generater"], "chaos.kill names 'generater'; there are advantages, dataset, gen"),
+        (["--chaos.every_s", "0"], "chaos.every_s must be above 0"),
+        (["--stall_timeout_s", "-1"], "stall_timeout_s must be above 0"),
         (["--steps", "0"], "steps must be at least 1, got 0"),
         (["--model", "null"], "model must be text"),
     ],
@@ -193,16 +197,31 @@ def test_the_resolved_configuration_loads_to_itself(tmp_path: Path) -> None:
     assert load_config(["--config", str(tmp_path / "resolved.yaml")]).config == config
 
 
-def test_placement_lists_every_service_and_counts_gpus() -> None:
+def test_placement_lists_every_replica_and_counts_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     table = placement(config_of("--generator.num_replicas", "3", model="qwen3_8b"))
-    rows = {line.split()[0]: line for line in table.splitlines()}
-    assert "3 x 1 x 2" in rows["generator"] and "6 GPUs" in rows["generator"]
-    assert "4 GPUs" in rows["trainer"] and rows["ref_model"].endswith("1 GPU")
-    assert rows["reward"].endswith("CPU")
-    assert table.endswith("11 GPUs in all")
+    rows = {tuple(line.split()[:2]): line.split() for line in table.splitlines()}
+    assert {index for name, index in rows if name == "generator"} == {"0", "1", "2"}
+    gpus = [gpu for row in rows.values() for gpu in row[4].split(",") if row[2:4] == ["this", "host"]]
+    assert sorted(int(gpu) for gpu in gpus if gpu != "none") == list(range(11))
+    assert len(rows["trainer", "0"][4].split(",")) == 4 and rows["reward", "0"][4] == "none"
+    assert "11 GPUs, 15 processes; this machine has 2 GPUs" in table and table.endswith(": 9 missing here")
 
 
 def test_placement_leaves_out_an_absent_reference_and_says_when_no_gpu_is_used() -> None:
     table = placement(config_of("--services.ref_model", "null", "--grpo.beta", "0"))
-    assert "ref_model" not in table
-    assert table.endswith("no GPUs")
+    assert "ref_model" not in table and "missing" not in table
+    assert table.splitlines()[-1].startswith("no GPUs, 6 processes; this machine has")
+
+
+def test_placement_on_emulated_hosts_names_them_and_refuses_what_has_no_host() -> None:
+    hosts = ("--launcher.name", "local", "--launcher.num_hosts", "2", "--launcher.gpus_per_host", "4")
+    table = placement(config_of(*hosts, model="qwen3_8b"))
+    assert {word for word in table.split() if word.startswith("host") and word[-1].isdigit()} == {
+        "host0",
+        "host1",
+    }
+    assert "2 hosts have 4 + 4 GPUs" in table
+    with pytest.raises(ConfigError, match="generator wants 3 hosts for one replica, and there are 2"):
+        placement(config_of(*hosts, "--generator.hosts", "3", model="qwen3_8b"))
+    assert "set launcher.name to local" in error_of("--launcher.num_hosts", "2")
