@@ -110,9 +110,7 @@ def test_each_process_sees_its_own_gpu_and_rank_also_over_two_hosts() -> None:
         assert await wide.add.route(1) == 1  # at rank 0
         assert await narrow.environment.route("CUDA_VISIBLE_DEVICES") == "2"
         assert await cpu.environment.route("CUDA_VISIBLE_DEVICES") == ""
-        with pytest.raises(
-            NotEnoughGPUs, match=r"3 GPUs on one host, the hosts have 3 \+ 3, of which 0"
-        ):
+        with pytest.raises(NotEnoughGPUs, match=r"3 GPUs on one host, the hosts have 3 \+ 3, of which 0"):
             await Counter.options(procs=3, with_gpus=True).as_actor()
         with pytest.raises(ConfigError, match="wants 3 hosts for one replica, and there are 2"):
             await Counter.options(hosts=3).as_actor()
@@ -156,6 +154,41 @@ def test_hosts_end_when_the_root_is_killed(tmp_path: Path) -> None:
     while left := {pid for pid in pids if is_running(pid)}:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def test_a_replica_over_two_hosts_heals_when_one_of_them_is_lost() -> None:
+    async def scenario() -> None:
+        service = await Fragile.options(hosts=2).as_service()
+        [before] = await service.replicas()
+        assert before.hosts == ("host0", "host1") and len(before.pids) == 2
+        call = asyncio.ensure_future(service.pid.route(2))
+        await asyncio.sleep(0.5)
+        kill_host(before.pids[1])
+        answer = await asyncio.wait_for(call, 60)
+        replica = await until_replica(service, 0, lambda r: r.state.value == "healthy" and r.restarts)
+        assert set(replica.hosts) == {"host0", "host1'"} and len(replica.pids) == 2
+        assert not any(is_running(pid) for pid in before.pids)
+        assert answer in (before.pids[0], replica.pids[0])  # rank 0 was on the other host
+        assert await service.pid.route() == replica.pids[0]
+
+    on_hosts(LocalHosts(2), scenario)
+
+
+def test_a_host_on_which_nothing_starts_any_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge.controller.provisioner._ARRIVAL_S", 5.0)
+
+    async def scenario() -> None:
+        service = await Fragile.options(num_replicas=2).as_service()
+        victim = next(pid for pid, host in (await hosts_by_pid(service)).items() if host == "host1")
+        frozen = os.getsid(victim)
+        os.kill(frozen, signal.SIGSTOP)
+        os.kill(victim, signal.SIGKILL)
+        answers = await asyncio.wait_for(asyncio.gather(*(service.pid.route() for _ in range(8))), 60)
+        assert victim not in answers
+        replica = await until_replica(service, 1, lambda r: r.state.value == "healthy" and r.restarts)
+        assert replica.hosts[0] in ("host0", "host1'") and not is_running(frozen)
+
+    on_hosts(LocalHosts(2), scenario)
 
 
 async def read(actor: Any, key: str) -> list[str]:

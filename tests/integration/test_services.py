@@ -184,7 +184,7 @@ def test_impossible_options_are_refused_before_anything_starts(monkeypatch: pyte
 
     async def scenario() -> None:
         before = children()
-        with pytest.raises(NotEnoughGPUs, match="counter wants 6 GPUs, 0 of 0 are free"):
+        with pytest.raises(NotEnoughGPUs, match="counter wants 3 GPUs for replica 1 of 2, 0 of 0"):
             await Counter.options(procs=3, num_replicas=2, with_gpus=True).as_service()
         with pytest.raises(ConfigError, match="num_replicas=2 needs as_service"):
             await Counter.options(num_replicas=2).as_actor()

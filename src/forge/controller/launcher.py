@@ -103,7 +103,11 @@ class LocalHosts:
         """One process for each."""
         self._folder = folder
         atexit.register(self._kill_all)
-        await asyncio.gather(*(self._start(host) for host in hosts))
+        try:
+            await asyncio.gather(*(self._start(host) for host in hosts))
+        except BaseException:
+            self._kill_all()
+            raise
 
     def is_gone(self, host: Host) -> bool:
         """Whether its process has ended."""

@@ -150,8 +150,9 @@ class Ledger:
         for index in range(num_replicas):
             place = self._place(demand)
             if place is None:
+                error = _no_room(demand, index, num_replicas, self.alive)
                 self._put_back(places)
-                raise _no_room(demand, index, num_replicas, self.alive)
+                raise error
             places.append(place)
         return places
 
@@ -190,27 +191,22 @@ def _check_sum(demands: Sequence[Demand], hosts: list[Host]) -> None:
 
 def _no_room(demand: Demand, index: int, num_replicas: int, hosts: list[Host]) -> ConfigError:
     name = demand.name
+    if not hosts:
+        return ConfigError(f"{name} wants a host, and none is left: all were lost, the log says when")
     if demand.num_hosts > len(hosts):
         return ConfigError(
             f"{name} wants {demand.num_hosts} hosts for one replica, and there are {len(hosts)}: lower "
             f"services.{name}.hosts, or set launcher.num_hosts"
         )
-    if len(hosts) == 1:
-        return NotEnoughGPUs(
-            f"{name} wants {demand.gpus_per_host * num_replicas} GPUs, {_free(hosts)}: lower "
-            f"services.{name}.procs or num_replicas, or set services.{name}.with_gpus: false"
-        )
+    where = f" on each of {demand.num_hosts} hosts" if demand.num_hosts > 1 else " on one host"
     which = f" for replica {index + 1} of {num_replicas}" if num_replicas > 1 else ""
-    where = "on one host" if demand.num_hosts == 1 else f"on each of {demand.num_hosts} hosts"
     return NotEnoughGPUs(
-        f"{name} wants {demand.gpus_per_host} GPUs {where}{which}, {_free(hosts)}: lower "
-        f"services.{name}.procs or num_replicas, or set services.{name}.with_gpus: false"
+        f"{name} wants {demand.gpus_per_host} GPUs{where if len(hosts) > 1 else ''}{which}, {_free(hosts)}: "
+        f"lower services.{name}.procs or num_replicas, or set services.{name}.with_gpus: false"
     )
 
 
 def _free(hosts: list[Host]) -> str:
-    if not hosts:
-        return "no host is left"
     if len(hosts) == 1:
         return f"{len(hosts[0].free)} of {len(hosts[0].gpus)} are free"
     free = " + ".join(str(len(host.free)) for host in hosts)
