@@ -96,21 +96,25 @@ def test_gpus_of_a_lost_host_are_found_on_its_replacement() -> None:
 
 def test_each_process_sees_its_own_gpu_and_rank_also_over_two_hosts() -> None:
     async def scenario() -> None:
-        wide = await Counter.options(procs=2, hosts=2, with_gpus=True).as_actor()
         narrow = await Counter.options(with_gpus=True, mesh_name="narrow").as_service()
+        wide = await Counter.options(procs=2, hosts=2, with_gpus=True).as_actor()
+        plain = await Counter.options(procs=2, hosts=2, mesh_name="plain").as_actor()
         cpu = await Counter.options(mesh_name="cpu").as_service()
         seen = dict(zip(KEYS, await asyncio.gather(*(read(wide, key) for key in KEYS)), strict=True))
-        assert seen["CUDA_VISIBLE_DEVICES"] == ["0", "1", "0", "1"]
+        assert seen["CUDA_VISIBLE_DEVICES"] == ["1", "2", "0", "1"]
         assert seen["RANK"] == ["0", "1", "2", "3"] and seen["LOCAL_RANK"] == ["0"] * 4
+        assert await read(plain, "LOCAL_RANK") == ["0", "1", "0", "1"]
         assert set(seen["WORLD_SIZE"]) == {"4"} and set(seen["LOCAL_WORLD_SIZE"]) == {"2"}
         assert set(seen["MASTER_ADDR"]) == {"127.0.0.1"}
         places = [place for _, place in (await wide.where.call()).items()]
         assert [(rank, size) for rank, size, _ in places] == [(i, 4) for i in range(4)]
         assert Tally(os.getsid(pid) for *_, pid in places) == dict.fromkeys(hosts_of_root(), 2)
         assert await wide.add.route(1) == 1  # at rank 0
-        assert await narrow.environment.route("CUDA_VISIBLE_DEVICES") == "2"
+        assert await narrow.environment.route("CUDA_VISIBLE_DEVICES") == "0"
         assert await cpu.environment.route("CUDA_VISIBLE_DEVICES") == ""
-        with pytest.raises(NotEnoughGPUs, match=r"3 GPUs on one host, the hosts have 3 \+ 3, of which 0"):
+        with pytest.raises(
+            NotEnoughGPUs, match=r"3 GPUs on one host, the hosts have 3 \+ 3, of which 0 \+ 1"
+        ):
             await Counter.options(procs=3, with_gpus=True).as_actor()
         with pytest.raises(ConfigError, match="wants 3 hosts for one replica, and there are 2"):
             await Counter.options(hosts=3).as_actor()
