@@ -352,7 +352,8 @@ class Supervisor:
     def _publish(self) -> None:
         """Tells every caller who takes calls now."""
         replicas = [replica for _, replica in sorted(self._replicas.items())]
-        members: tuple[Member, ...] = tuple(r.member for r in replicas if r.state is ReplicaState.HEALTHY)
+        takers = [] if self._is_closed else [r for r in replicas if r.state is ReplicaState.HEALTHY]
+        members: tuple[Member, ...] = tuple(replica.member for replica in takers)
         coming = (ReplicaState.LOADING, ReplicaState.SYNCED, ReplicaState.LOST)
         roster = Roster(
             self.dispatcher.roster.epoch + 1,
