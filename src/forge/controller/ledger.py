@@ -182,10 +182,12 @@ def _is_like(place: Place, demand: Demand) -> bool:
 def _check_sum(demands: Sequence[Demand], hosts: list[Host]) -> None:
     wanted, free = sum(d.num_gpus for d in demands), sum(len(host.free) for host in hosts)
     if wanted > free:
-        parts = " + ".join(f"{d.name} {d.num_gpus}" for d in demands if d.num_gpus)
+        parts = [f"{d.name} {d.num_gpus}" for d in demands if d.num_gpus]
+        who = f"{' + '.join(parts)} = {wanted} GPUs are wanted"
+        if len(parts) == 1:
+            who = f"{parts[0].rpartition(' ')[0]} wants {wanted} GPUs"
         raise NotEnoughGPUs(
-            f"{parts} = {wanted} GPUs are wanted, {_free(hosts)}: lower procs or num_replicas of a service, "
-            "or set its with_gpus to false"
+            f"{who}, {_free(hosts)}: lower procs or num_replicas of a service, or set its with_gpus to false"
         )
 
 
