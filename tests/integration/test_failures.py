@@ -15,7 +15,7 @@ import pytest
 from forge.controller.provisioner import is_running
 from forge.errors import ActorFailure, CallTimeout, FanoutError, ReplicaLost
 from tests.integration.machines import Counter, Follower, Fragile, Ledgerkeeper, Squarer, Visitor
-from tests.integration.test_services import healed, in_runtime, until
+from tests.integration.test_services import children, healed, in_runtime, until
 
 
 def test_a_call_that_must_not_be_repeated_raises_replica_lost() -> None:
@@ -317,6 +317,21 @@ def test_a_service_scales_up_and_drains_before_it_scales_down(tmp_path: Path) ->
         assert {(tmp_path / f"call{i}").read_text() for i in range(8)} == {"finished"}
         assert sorted(await service.pid.fanout()) == sorted(pids[:2])
         await until(lambda: not any(is_running(pid) for pid in pids[2:]))
+
+    in_runtime(scenario)
+
+
+def test_a_replica_that_is_being_replaced_can_be_scaled_away(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = await Fragile.options(num_replicas=2).as_service(str(tmp_path))
+        (tmp_path / "slow_starts").touch()
+        os.kill((await service.replicas())[1].pids[0], signal.SIGKILL)
+        await until_async(lambda: _states(service), lambda states: states == ["healthy", "loading"], 20)
+        await service.scale(1)
+        assert await _states(service) == ["healthy"]
+        await asyncio.sleep(3)
+        assert await _states(service) == ["healthy"] and len(await service.pid.fanout()) == 1
+        assert len(children()) <= 2  # the replica's process, and none that nobody knows
 
     in_runtime(scenario)
 

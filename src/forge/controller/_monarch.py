@@ -14,6 +14,8 @@ for _key, _value in {
     "HYPERACTOR_REMOTE_STOP_GRACE_PERIOD": "1s",
     "HYPERACTOR_MESH_TERMINATE_TIMEOUT": "1s",
     "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "1s",
+    # how long a process may take to come up: 30 s are too few where many start on a busy machine
+    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "90s",
 }.items():
     os.environ.setdefault(_key, _value)
 

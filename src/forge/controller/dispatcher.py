@@ -17,7 +17,7 @@ from forge.errors import ActorFailure, CallTimeout, ReplicaLost
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 10  # replicas that one call may be lost with; it may be what kills them
+MAX_ATTEMPTS = 8  # replicas that one call may be lost with; it may be what kills them
 
 Send = Callable[[Lane, Outgoing], Awaitable[Any]]
 
@@ -127,8 +127,8 @@ class Dispatcher:
         except LaneLost as loss:
             if lane.is_open:
                 lane.is_open = False
-                self.lanes = [other for other in self.lanes if other is not lane]
                 self._report_lost(lane.member, str(loss))
+                self.lanes = [other for other in self.lanes if other is not lane]
             raise
         finally:
             self._release(lane)

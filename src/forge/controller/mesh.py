@@ -33,6 +33,7 @@ class Mesh:
         self.hosts = hosts
         self.pids: list[int] = []
         self._placement = placement
+        self._is_torn_down = False
 
     @classmethod
     async def start(
@@ -92,8 +93,9 @@ class Mesh:
 
     async def teardown(self) -> None:
         """Asks the actor to free what it holds."""
-        if not self.pids:
+        if not self.pids or self._is_torn_down:
             return
+        self._is_torn_down = True
         try:
             with translated_errors(f"{self.name}.teardown"):
                 await asyncio.wait_for(_call(self.hosts.teardown), _TEARDOWN_S)

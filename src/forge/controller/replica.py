@@ -1,5 +1,6 @@
 """Replica: one place in a service, through all the processes that take it one after the other."""
 
+import asyncio
 import time
 from dataclasses import dataclass
 from enum import Enum
@@ -52,7 +53,7 @@ class Replica:
         self.failures = 0  # starts and lives in a row that ended before one call was answered
         self.reason: str | None = None
         self.pulse = Pulse(0, 0, 0)
-        self.is_probed = False
+        self.healing: asyncio.Task[None] | None = None  # brings the next process, while one is lost
         self._healthy_since = 0.0
 
     @property
@@ -67,11 +68,14 @@ class Replica:
         self.pulse = Pulse(0, 0, 0)
         self._healthy_since = time.monotonic()
 
-    def count_loss(self, num_answered: int) -> None:
-        """It died: of its own accord, when it has neither answered a call nor lived for long."""
+    def count_loss(self, *, num_answered: int, num_running: int) -> None:
+        """It died: of its own accord, when it has neither answered a call nor lived for long. Where it ran
+        calls, one of them may have killed it: they have limits of their own."""
         lived = time.monotonic() - self._healthy_since
-        worked = lived > SETTLED_S or num_answered > 0 or self.pulse.num_done > 0
-        self.failures = 0 if worked else self.failures + 1
+        if lived > SETTLED_S or num_answered > 0 or self.pulse.num_done > 0:
+            self.failures = 0
+        elif num_running == 0:
+            self.failures += 1
 
     def backoff_s(self) -> float:
         """How long to wait before the next start: nothing after the first death, then ever longer."""

@@ -20,6 +20,7 @@ from forge.controller.lane import cause_of_death
 from forge.controller.launcher import Launcher, ThisHost
 from forge.controller.ledger import Demand
 from forge.controller.provisioner import Provisioner
+from forge.controller.recipe import Recipe
 from forge.controller.run_folder import make_run_folder
 from forge.controller.service import Service, first_line
 from forge.controller.stall import Ending, SignalWatch, StallWatch, install_sigusr1
@@ -169,15 +170,8 @@ class Runtime:
         self._open()
         directory = Directory.open()
         uid = f"{options.name}-{os.getpid()}-{next(self._serial)}"
-        service = Supervisor(
-            uid,
-            options,
-            args,
-            kwargs,
-            provisioner=self.provisioner,
-            run_dir=self.folder,
-            heals=heals,
-        )
+        recipe = Recipe(options, args, kwargs, self.provisioner, self.folder, state_dir=self.folder / uid)
+        service = Supervisor(uid, recipe, heals=heals)
         start = asyncio.ensure_future(self._prepare_and_start(service))
         self._starts.add(start)
         start.add_done_callback(self._starts.discard)

@@ -3,28 +3,24 @@
 import asyncio
 import contextvars
 import logging
-import math
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.controller.dispatcher import Dispatcher, Roster
-from forge.controller.host import Seat
+from forge.controller.health import HealthWatch
 from forge.controller.lane import Member
-from forge.controller.ledger import Demand
-from forge.controller.mesh import Mesh
-from forge.controller.provisioner import Provisioner
+from forge.controller.recipe import Recipe
 from forge.controller.replica import MAX_FAILURES, Replica, ReplicaState, ReplicaStatus
+from forge.controller.scaling import QueueFollower
 from forge.errors import ConfigError, ForgeError, ReplicaLost
 from forge.observability import metrics
 
 if TYPE_CHECKING:
-    from forge.controller.options import ActorOptions
+    pass
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.1
-_IDLE_BEFORE_SHRINKING_S = 10.0
 
 
 class Supervisor:
@@ -33,16 +29,12 @@ class Supervisor:
     def __init__(
         self,
         uid: str,
-        options: "ActorOptions[Any]",
-        args: tuple,
-        kwargs: dict[str, Any],
+        recipe: Recipe,
         *,
-        provisioner: Provisioner,
-        run_dir: Path,
         heals: bool,
     ) -> None:
         self.uid = uid
-        self.options = options
+        self.options = options = recipe.options
         self.num_fanouts = 0
         self.dispatcher = Dispatcher(
             options.name,
@@ -51,16 +43,15 @@ class Supervisor:
             down_timeout_s=options.down_timeout_s,
             report_lost=lambda member, reason: self.report_lost(member.index, member.generation, reason),
         )
-        self._args, self._kwargs = args, kwargs
-        self._provisioner = provisioner
-        self._demand = Demand.of(options)
-        self._run_dir = run_dir
+        self._recipe = recipe
         self._heals = heals
         self._replicas: dict[int, Replica] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = contextvars.copy_context()  # Monarch's threads report losses in theirs
         self._changed = asyncio.Event()  # of one roster; each has its own
-        self._idle_polls = 0
+        self._health = HealthWatch(self.report_lost)
+        self._follower = self._make_follower()
+        self._scaling = asyncio.Lock()
         self._is_closed = False
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -77,7 +68,8 @@ class Supervisor:
     async def teardown(self) -> None:
         """Lets the actors free what they hold; they take no more calls."""
         self._close()
-        await asyncio.gather(*(mesh.teardown() for mesh in self._meshes()))
+        meshes = [replica.mesh for replica in self._replicas.values() if replica.mesh is not None]
+        await asyncio.gather(*(mesh.teardown() for mesh in meshes))
 
     async def stop(self) -> None:
         """Ends all processes, and everything that goes on here."""
@@ -85,11 +77,8 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        outcomes = await asyncio.gather(
-            *(mesh.stop(self._provisioner) for mesh in self._meshes()), return_exceptions=True
-        )
-        for replica in self._replicas.values():
-            self._provisioner.give_back(replica.place)
+        replicas = list(self._replicas.values())
+        outcomes = await asyncio.gather(*map(self._recipe.stop, replicas), return_exceptions=True)
         self._replicas.clear()
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -99,19 +88,18 @@ class Supervisor:
         """Goes to so many replicas; new ones take calls when this returns, those that go finish theirs."""
         if num_replicas < 1:
             raise ConfigError(f"{self.options.name}: scale needs at least 1 replica, got {num_replicas}")
-        present = [r for r in self._replicas.values() if r.state is not ReplicaState.DRAINING]
-        if num_replicas > len(present):
-            await self._grow(num_replicas - len(present))
-        else:
-            leaving = sorted(present, key=lambda replica: replica.index)[num_replicas:]
-            await asyncio.gather(*(self._drain(replica) for replica in leaving))
+        async with self._scaling:
+            present = self._present()
+            if num_replicas > len(present):
+                await self._grow(num_replicas - len(present))
+            else:
+                await asyncio.gather(*(self._drain(replica) for replica in present[num_replicas:]))
 
     # -- what is seen ----------------------------------------------------------------------------------------
 
     async def replicas(self) -> list[ReplicaStatus]:
         """State, version, load and restarts of each, as of now."""
-        healthy = [r for r in self._replicas.values() if r.state is ReplicaState.HEALTHY and not r.is_probed]
-        await asyncio.gather(*(self._probe(r, patience_s=1.0) for r in healthy))
+        await self._health.refresh(self._replicas.values())
         return self.statuses()
 
     def statuses(self) -> list[ReplicaStatus]:
@@ -147,7 +135,10 @@ class Supervisor:
         ):
             return
         replica.reason = reason
-        replica.count_loss(self._num_answered(replica))
+        lanes = [lane for lane in self.dispatcher.lanes if lane.index == index]
+        replica.count_loss(
+            num_answered=sum(lane.num_done for lane in lanes), num_running=sum(lane.load for lane in lanes)
+        )
         if replica.state is ReplicaState.DRAINING:  # it was about to go anyway
             replica.state = ReplicaState.LOST
             return
@@ -155,10 +146,10 @@ class Supervisor:
         self._publish()
         if self._heals:
             logger.warning("%s: replica %d is gone (%s): replacing it", self.options.name, index, reason)
-            self._spawn(self._replace(replica))
+            replica.healing = self._spawn(self._replace(replica))
         else:
             logger.warning("%s is gone (%s)", self.options.name, reason)
-            self._spawn(self._bury(replica))
+            self._spawn(self._recipe.bury(replica))
 
     def note_fault(self, mesh_name: str, reason: str) -> bool:
         """Monarch saw a process die; whether it was one of ours."""
@@ -171,59 +162,34 @@ class Supervisor:
     # -- replicas come and go --------------------------------------------------------------------------------
 
     async def _grow(self, num: int) -> None:
-        places = self._provisioner.reserve(self._demand, num)
+        places = self._recipe.reserve(num)
         free = (i for i in range(len(self._replicas) + num) if i not in self._replicas)
         new = [Replica(index, place) for place, index in zip(places, free, strict=False)]
         self._replicas.update({replica.index: replica for replica in new})
-        outcomes = await asyncio.gather(*(self._bring_up(replica) for replica in new), return_exceptions=True)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if errors:
-            for replica in new:
-                await self._remove(replica)
-            raise errors[0]
+        try:
+            starts = (self._bring_up(replica) for replica in new)
+            outcomes = await asyncio.gather(*starts, return_exceptions=True)  # all end before one is told
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        except BaseException:
+            await asyncio.gather(*(self._remove(replica) for replica in new))
+            raise
 
     async def _bring_up(self, replica: Replica) -> None:
-        """LOADING -> SYNCED -> HEALTHY. No fanout can slip in between the last check and the first call."""
-        replica.state = ReplicaState.LOADING
-        seat = Seat(
-            self.options.name,
-            replica.index,
-            replica.generation,
-            self._run_dir / self.uid / str(replica.index),
-            self.options.max_concurrent,
-        )
-        mesh = await Mesh.start(
-            self._provisioner,
-            self.options,
-            seat,
-            replica.place,
-            self._args,
-            self._kwargs,
-            run_dir=self._run_dir,
-        )
-        try:
-            num_seen = -1
-            while num_seen != self.num_fanouts:
-                num_seen = self.num_fanouts
-                async with asyncio.timeout(self.options.start_timeout_s):
-                    await mesh.catch_up()
-                replica.state = ReplicaState.SYNCED
-        except BaseException:
-            await mesh.kill(self._provisioner)
-            raise
-        replica.mesh = mesh
+        """No fanout can slip in between the last check and the first call."""
+        await self._recipe.bring_up(replica, lambda: self.num_fanouts)
         replica.become_healthy()
         self._publish()
 
     async def _replace(self, replica: Replica) -> None:
         """Until a new process has taken the place of the dead one, or too many have died of it."""
-        await self._bury(replica)
+        await self._recipe.bury(replica)
         while replica.failures < MAX_FAILURES:
             await asyncio.sleep(replica.backoff_s())
             replica.generation += 1
-            suspect = replica.failures >= 2  # it may be the device
             try:
-                replica.place = await self._provisioner.move(self._demand, replica.place, is_suspect=suspect)
+                await self._recipe.move(replica)
             except ConfigError as error:
                 replica.reason = str(error)
                 return self._give_up(replica, f"finds no place: {error}")
@@ -252,11 +218,6 @@ class Supervisor:
         logger.error("%s is degraded: replica %d %s", self.options.name, replica.index, reason)
         self._publish()
 
-    async def _bury(self, replica: Replica) -> None:
-        mesh, replica.mesh = replica.mesh, None
-        if mesh is not None:
-            await mesh.kill(self._provisioner)
-
     async def _drain(self, replica: Replica) -> None:
         """Takes no new calls, finishes those it has, and goes."""
         was_healthy = replica.state is ReplicaState.HEALTHY
@@ -275,9 +236,10 @@ class Supervisor:
 
     async def _remove(self, replica: Replica) -> None:
         self._replicas.pop(replica.index, None)
-        if replica.mesh is not None:
-            await replica.mesh.stop(self._provisioner)
-        self._provisioner.give_back(replica.place)
+        if replica.healing is not None:
+            replica.healing.cancel()
+            await asyncio.gather(replica.healing, return_exceptions=True)
+        await self._recipe.stop(replica)
 
     # -- the watch -------------------------------------------------------------------------------------------
 
@@ -286,53 +248,13 @@ class Supervisor:
         while True:
             await asyncio.sleep(self.options.health_poll_rate)
             for replica in self._replicas.values():
-                if replica.state is ReplicaState.HEALTHY and not replica.is_probed:
-                    self._spawn(self._probe(replica, patience_s=self.options.health_timeout_s, is_fatal=True))
-            if self.options.max_replicas is not None:
-                self._follow_queue()
-
-    async def _probe(self, replica: Replica, *, patience_s: float, is_fatal: bool = False) -> None:
-        """Asks a replica for a sign of life. One that gives none, and whose silence is fatal, is replaced."""
-        mesh, generation = replica.mesh, replica.generation
-        if mesh is None:
-            return
-        replica.is_probed = True
-        probe = asyncio.ensure_future(mesh.probe())
-        try:
-            for _ in range(2):  # the second time because this process itself may have been held up
-                done, _ = await asyncio.wait({probe}, timeout=patience_s / 2)
-                if done:
-                    pulses = probe.result()
-                    replica.pulse = pulses[0]  # rank 0 serves every call
-                    return
-            if is_fatal:
-                reason = f"its event loop did not answer for {patience_s:g} s"
-                self.report_lost(replica.index, generation, reason)
-        except ReplicaLost as error:
-            self.report_lost(replica.index, generation, str(error))
-        finally:
-            replica.is_probed = False
-            probe.cancel()
-
-    def _follow_queue(self) -> None:
-        """One replica more while calls wait; one less when the rest could have done all for a while."""
-        low, high, limit = self.options.min_replicas, self.options.max_replicas, self.options.max_concurrent
-        assert low is not None and high is not None and limit is not None
-        present = [r for r in self._replicas.values() if r.state is not ReplicaState.DRAINING]
-        if any(r.state in (ReplicaState.LOADING, ReplicaState.SYNCED) for r in present):
-            return
-        running = sum(replica.pulse.num_running for replica in present)
-        needed = math.ceil((running + self.dispatcher.num_waiting) / limit)
-        if needed > len(present) and len(present) < high:
-            self._idle_polls = 0
-            self._spawn(self._scale_logged(len(present) + 1))
-        elif needed < len(present) and len(present) > low:
-            self._idle_polls += 1
-            if self._idle_polls * self.options.health_poll_rate >= _IDLE_BEFORE_SHRINKING_S:
-                self._idle_polls = 0
-                self._spawn(self._scale_logged(len(present) - 1))
-        else:
-            self._idle_polls = 0
+                self._spawn(self._health.probe(replica, self.options.health_timeout_s, is_fatal=True))
+            if self._follower is not None and not self._scaling.locked():
+                present = self._present()
+                running = sum(replica.pulse.num_running for replica in present)
+                wanted = self._follower.wanted(len(present), running, self.dispatcher.num_waiting)
+                if wanted != len(present):
+                    self._spawn(self._scale_logged(wanted))
 
     async def _scale_logged(self, num: int) -> None:
         logger.info("%s: going to %d replicas", self.options.name, num)
@@ -343,11 +265,16 @@ class Supervisor:
 
     # -- small things ----------------------------------------------------------------------------------------
 
-    def _meshes(self) -> list[Mesh]:
-        return [replica.mesh for replica in self._replicas.values() if replica.mesh is not None]
+    def _present(self) -> list[Replica]:
+        """Those that are not about to go, in order."""
+        replicas = (replica for _, replica in sorted(self._replicas.items()))
+        return [replica for replica in replicas if replica.state is not ReplicaState.DRAINING]
 
-    def _num_answered(self, replica: Replica) -> int:
-        return sum(lane.num_done for lane in self.dispatcher.lanes if lane.index == replica.index)
+    def _make_follower(self) -> QueueFollower | None:
+        o = self.options
+        if o.min_replicas is None or o.max_replicas is None or o.max_concurrent is None:
+            return None
+        return QueueFollower(o.min_replicas, o.max_replicas, o.max_concurrent, o.health_poll_rate)
 
     def _publish(self) -> None:
         """Tells every caller who takes calls now."""
@@ -371,12 +298,13 @@ class Supervisor:
             self._is_closed = True
             self._publish()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task of this service; its unexpected end is told."""
         task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(self._tell)
+        return task
 
     def _tell(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

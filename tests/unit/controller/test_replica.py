@@ -13,7 +13,7 @@ def test_deaths_without_an_answer_in_between_add_up_and_the_pauses_grow() -> Non
     pauses = []
     for _ in range(MAX_FAILURES):
         replica.become_healthy()
-        replica.count_loss(num_answered=0)
+        replica.count_loss(num_answered=0, num_running=0)
         pauses.append(replica.backoff_s())
     assert replica.failures == MAX_FAILURES
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0]
@@ -29,5 +29,13 @@ def test_one_that_worked_before_it_died_begins_anew(how: str, monkeypatch: pytes
     if how == "lived long":
         now = time.monotonic()
         monkeypatch.setattr("forge.controller.replica.time.monotonic", lambda: now + 31)
-    replica.count_loss(num_answered=int(how == "answered here"))
+    replica.count_loss(num_answered=int(how == "answered here"), num_running=0)
     assert replica.failures == 0 and replica.backoff_s() == 0
+
+
+def test_one_that_died_with_a_call_is_not_blamed_for_it() -> None:
+    replica = Replica(0, [])
+    for _ in range(3 * MAX_FAILURES):
+        replica.become_healthy()
+        replica.count_loss(num_answered=0, num_running=1)
+    assert replica.failures == 0
