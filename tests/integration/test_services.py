@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,9 +234,9 @@ async def healed(service: Any, seconds: float = 60.0) -> None:
 
 
 def children() -> set[int]:
-    """Pids of this process's children, whatever they are."""
-    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as listing:
-        return {int(pid) for pid in listing.read().split() if is_running(int(pid))}
+    """Pids of this process's children, whichever of its threads started them."""
+    lists = [tasks.read_text() for tasks in Path(f"/proc/{os.getpid()}/task").glob("*/children")]
+    return {int(pid) for pids in lists for pid in pids.split() if is_running(int(pid))}
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
