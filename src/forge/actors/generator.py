@@ -6,12 +6,14 @@ import contextvars
 import functools
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from forge.controller import ForgeActor, Runtime, endpoint
 from forge.data_models import Completion, Prompt
@@ -74,6 +76,7 @@ class Generator(ForgeActor):
         if not torch.cuda.is_available() and self._engine_config.get("enforce_eager", True):
             # Nothing to compile: saves the compilation of one small function, 2 s, at the first token.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore that nobody removes after a kill
         if self.rank == 0:
             self._engine = await self._start_engine()
             from forge.actors._vllm.engine_loop import EngineLoop

@@ -35,18 +35,18 @@ def endpoint(method: Any = None, *, retry: bool | None = None) -> Any:
         return functools.partial(endpoint, retry=retry)
     if not asyncio.iscoroutinefunction(method):
         raise TypeError(f"endpoint {method.__qualname__} must be an `async def` method")
-    method.__forge_endpoint__ = Endpoint(retry)  # type: ignore[attr-defined]
+    method.__forge_endpoint__ = EndpointMark(retry)  # type: ignore[attr-defined]
     return method
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class EndpointMark:
     """What `@endpoint` says of a method."""
 
     retry: bool | None
 
 
-def endpoint_of(cls: type["ForgeActor"], name: str) -> Endpoint:
+def endpoint_of(cls: type["ForgeActor"], name: str) -> EndpointMark:
     """What a class says of an endpoint; an AttributeError that lists those it has when there is none."""
     found = getattr(getattr(cls, name, None), "__forge_endpoint__", None)
     if found is None:
