@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from forge.controller.provisioner import is_running
-from forge.errors import ActorFailure, CallTimeout, FanoutError, ReplicaLost
-from tests.integration.machines import Counter, Follower, Fragile, Ledgerkeeper, Squarer, Visitor
+from forge.errors import ActorFailure, CallTimeout, FanoutError, ForgeError, ReplicaLost
+from tests.integration.machines import Counter, Driver, Follower, Fragile, Ledgerkeeper, Squarer, Visitor
 from tests.integration.test_services import children, healed, in_runtime, until
 
 
@@ -317,6 +317,62 @@ def test_a_service_scales_up_and_drains_before_it_scales_down(tmp_path: Path) ->
         assert {(tmp_path / f"call{i}").read_text() for i in range(8)} == {"finished"}
         assert sorted(await service.pid.fanout()) == sorted(pids[:2])
         await until(lambda: not any(is_running(pid) for pid in pids[2:]))
+
+    in_runtime(scenario)
+
+
+def test_a_failed_replica_makes_room_and_is_never_the_one_that_stays(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = await Fragile.options(num_replicas=2).as_service(str(tmp_path))
+        (tmp_path / "no_more_starts").touch()
+        os.kill((await service.replicas())[0].pids[0], signal.SIGKILL)
+        await until_async(lambda: _states(service), lambda states: states == ["failed", "healthy"], 60)
+        await service.scale(1)
+        assert await _states(service) == ["healthy"]
+        with pytest.raises(ForgeError, match="the disk has no room"):
+            await service.scale(3)
+        assert await _states(service) == ["healthy"] and await service.pid.route() > 0
+        (tmp_path / "no_more_starts").unlink()
+        await service.scale(2)
+        assert len(set(await service.pid.fanout())) == 2
+
+    in_runtime(scenario)
+
+
+def test_a_service_that_is_shut_down_while_it_grows_leaves_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        before = children()
+        service = await Fragile.options(num_replicas=1).as_service(str(tmp_path))
+        (tmp_path / "slow_starts").touch()
+        growing = asyncio.ensure_future(service.scale(3))
+        await asyncio.sleep(1)
+        await service.shutdown()
+        with pytest.raises(ActorFailure, match="was shut down"):
+            await growing
+        with pytest.raises(ActorFailure, match="was shut down"):
+            await service.pid.route()
+        await until(lambda: children() == before)
+
+    in_runtime(scenario)
+
+
+def test_ranks_call_each_other_however_few_calls_may_run() -> None:
+    async def scenario() -> None:
+        driver = await Driver.options(procs=2, max_concurrent=1).as_service()
+        assert await asyncio.wait_for(driver.ranks.route(), 20) == [0, 1]
+
+    in_runtime(scenario)
+
+
+def test_a_call_from_elsewhere_waits_for_the_only_replica_to_come_back() -> None:
+    async def scenario() -> None:
+        service = await Fragile.as_service()
+        visitor = await Visitor.as_actor(service)
+        [victim] = await visitor.visit.call_one(1)
+        calls = asyncio.ensure_future(visitor.visit.call_one(3, 1.0))
+        await asyncio.sleep(0.3)
+        os.kill(victim, signal.SIGKILL)
+        assert victim not in await asyncio.wait_for(calls, 30)
 
     in_runtime(scenario)
 

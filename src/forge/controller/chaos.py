@@ -77,6 +77,8 @@ class Chaos:
 
     async def _kill_one(self) -> None:
         services = [s for s in self._services.values() if s.options.name in self._targets]
+        if not services:
+            return
         service = self._dice.choice(services)
         healthy = [r for r in await service.replicas() if r.state is ReplicaState.HEALTHY and r.pids]
         if not healthy:
@@ -92,8 +94,16 @@ class Chaos:
         place = len(self.kills)
         self.kills.append(Kill(service.options.name, victim.index, rank, None))
         while not _is_back(service, victim):
+            if not _is_coming(service, victim):
+                return
             await asyncio.sleep(_LOOK_S)
         self.kills[place] = Kill(service.options.name, victim.index, rank, time.monotonic() - started)
+
+
+def _is_coming(service: Supervisor, victim: ReplicaStatus) -> bool:
+    """Whether it may still come back: single actors that don't recover their state never do."""
+    states = {r.index: r.state for r in service.statuses()}
+    return service.heals and states.get(victim.index, ReplicaState.FAILED) is not ReplicaState.FAILED
 
 
 def _is_back(service: Supervisor, victim: ReplicaStatus) -> bool:

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge.controller._monarch import ActorError
 from forge.controller.directory import Directory
 from forge.controller.dispatcher import Dispatcher, Roster
 from forge.controller.lane import Member
+from forge.errors import ForgeError
 
 if TYPE_CHECKING:
     from forge.controller.options import ActorOptions
@@ -36,15 +38,20 @@ class Client(Protocol):
 
     async def scale(self, num_replicas: int) -> None: ...
 
+    async def close(self) -> None: ...
+
 
 class LocalClient:
     """In the root process: the supervisor is at hand."""
 
-    def __init__(self, supervisor: "Supervisor", directory: Any) -> None:
+    def __init__(
+        self, supervisor: "Supervisor", directory: Any, close: Callable[[], Awaitable[None]]
+    ) -> None:
         self.uid = supervisor.uid
         self.options = supervisor.options
         self.directory = directory
         self._supervisor = supervisor
+        self._close = close
 
     def dispatcher(self) -> Dispatcher:
         return self._supervisor.dispatcher
@@ -57,6 +64,9 @@ class LocalClient:
 
     async def scale(self, num_replicas: int) -> None:
         await self._supervisor.scale(num_replicas)
+
+    async def close(self) -> None:
+        await self._close()
 
 
 class RemoteClient:
@@ -91,6 +101,9 @@ class RemoteClient:
 
     async def scale(self, num_replicas: int) -> None:
         await self._ask(self.directory.scale, self.uid, num_replicas)
+
+    async def close(self) -> None:
+        raise ForgeError(f"only the process that started {self.options.name} can shut it down")
 
     async def _follow(self, dispatcher: Dispatcher) -> None:
         """Learns of every change, until the service is shut down or the root process is gone."""
@@ -130,7 +143,7 @@ def client_of(uid: str, options: "ActorOptions[Any]", directory: Any, roster: Ro
     """This process's client of a service; all handles to one service share it."""
     supervisor = Directory.supervisors.get(uid)
     if supervisor is not None:
-        return LocalClient(supervisor, directory)
+        return LocalClient(supervisor, directory, Directory.closers[uid])
     if uid not in _remote:
         _remote[uid] = RemoteClient(uid, options, directory, roster)
     return _remote[uid]

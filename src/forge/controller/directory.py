@@ -20,6 +20,7 @@ class Directory(Actor):
     """Answers for the supervisors of this process. They live in the user's event loop, this in Monarch's."""
 
     supervisors: ClassVar[dict[str, "Supervisor"]] = {}  # by their uid; those of the open runtime
+    closers: ClassVar[dict[str, Callable[[], Awaitable[None]]]] = {}  # what shuts each of them down
     loop: ClassVar[asyncio.AbstractEventLoop]
     context: ClassVar[contextvars.Context]  # in which calls to Monarch come from the root, not from here
     _mesh: ClassVar[Any] = None

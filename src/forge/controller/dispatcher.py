@@ -13,7 +13,7 @@ from forge.controller.call import Outgoing, waiting
 from forge.controller.lane import Lane, LaneLost, Member
 from forge.controller.router import Router
 from forge.controller.session import Session
-from forge.errors import ActorFailure, CallTimeout, ReplicaLost
+from forge.errors import ActorFailure, CallTimeout, ForgeError, ReplicaLost
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Roster:
 
     epoch: int  # grows with each change
     members: tuple[Member, ...] = ()
-    is_healing: bool = True  # whether more replicas are about to come
+    num_coming: int = 0  # replicas that start, for the first time or in place of lost ones
     reasons: tuple[str, ...] = ()  # why replicas are not there, one line each
     is_closed: bool = False
 
@@ -60,6 +60,9 @@ class Dispatcher:
         self._report_lost = report_lost
         self._queue: deque[_Waiter] = deque()
         self._down_timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()  # of one roster; each has its own
+        self._num_unconfirmed = 0  # lost replicas that no roster has spoken of yet
+        self._loop: asyncio.AbstractEventLoop | None = None  # of all calls
 
     @property
     def num_waiting(self) -> int:
@@ -71,6 +74,7 @@ class Dispatcher:
         if roster.epoch <= self.roster.epoch:
             return
         self.roster = roster
+        self._num_unconfirmed = 0
         leaving = {(lane.index, lane.member.generation): lane for lane in self.lanes}
         lanes = [leaving.pop((m.index, m.generation), None) or Lane(m) for m in roster.members]
         self.lanes = [lane for lane in lanes if lane.is_open]
@@ -78,6 +82,8 @@ class Dispatcher:
             lane.is_open = False
             if not lane.load:
                 lane.close()
+        self._changed.set()
+        self._changed = asyncio.Event()
         self._settle()
 
     async def run(
@@ -112,11 +118,30 @@ class Dispatcher:
                 lane.load += 1
                 return await self._attempt(lane, call, send)
 
-    async def reachable(self) -> list[Lane]:
-        """The replicas that take calls; waits for one when there is none."""
-        if not self.lanes:
-            self._release(await self._acquire(None))
-        return list(self.lanes)
+    async def reachable(self, method: str, timeout_s: float | None, *, all_of_them: bool) -> None:
+        """Waits until a replica takes calls, or with `all_of_them` until none is about to come back."""
+        if self.lanes and not (all_of_them and self.roster.num_coming):
+            return
+        with waiting(self.name, method) as call:
+            async with _deadline(call, timeout_s):
+                self._release(await self._acquire(None))
+                if all_of_them:
+                    await self._all_back()
+
+    async def _all_back(self) -> None:
+        deadline = asyncio.timeout(self._down_timeout_s)
+        try:
+            async with deadline:
+                while self.roster.num_coming:
+                    await self._changed.wait()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            reasons = "; ".join(self.roster.reasons)
+            raise ActorFailure(
+                f"{self.name}: {self.roster.num_coming} replicas did not come back within "
+                f"{self._down_timeout_s:g} s: {reasons}"
+            ) from None
 
     async def _attempt(self, lane: Lane, call: Outgoing, send: Send) -> Any:
         call.replica, call.pid = lane.index, lane.member.pid
@@ -127,6 +152,7 @@ class Dispatcher:
         except LaneLost as loss:
             if lane.is_open:
                 lane.is_open = False
+                self._num_unconfirmed += 1
                 self._report_lost(lane.member, str(loss))
                 self.lanes = [other for other in self.lanes if other is not lane]
             raise
@@ -135,6 +161,13 @@ class Dispatcher:
 
     async def _acquire(self, session: Session | None) -> Lane:
         """A replica with a place for this call, which `_release` gives back."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop and self._loop is not None:
+            raise ForgeError(
+                f"{self.name} belongs to the event loop that used it first: use one asyncio.run, and "
+                "asyncio.run_coroutine_threadsafe from other threads"
+            )
+        self._loop = loop
         lane = None if self._queue else self._free_lane(session)
         if lane is not None:
             lane.load += 1
@@ -163,7 +196,11 @@ class Dispatcher:
             waiter = self._queue.popleft()
             if waiter.granted.done():  # its caller has gone
                 continue
-            lane = self._free_lane(waiter.session)
+            try:
+                lane = self._free_lane(waiter.session)
+            except Exception as error:  # a user's router failed: told to whom it was to serve
+                waiter.granted.set_exception(error)
+                continue
             if lane is not None:
                 lane.load += 1
                 waiter.granted.set_result(lane)
@@ -180,7 +217,7 @@ class Dispatcher:
 
     def _despair(self) -> None:
         """There is no replica: fails those who wait, at once when none will come, else in a while."""
-        if self.roster.is_closed or not self.roster.is_healing:
+        if self.roster.is_closed or not (self.roster.num_coming or self._num_unconfirmed):
             self._fail_all("" if self.roster.is_closed else "none is being replaced any more")
         elif self._down_timer is None:
             self._down_timer = asyncio.get_running_loop().call_later(

@@ -102,7 +102,15 @@ class ActorHost(Actor):
     @travels
     async def invoke(self, id: str, caller: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs one endpoint of the ForgeActor."""
-        return await self._serve(id, caller, method, args, kwargs)
+        return await self._serve(id, caller, method, args, kwargs, self._free)
+
+    @concurrent_endpoint
+    @travels
+    async def invoke_peer(
+        self, id: str, caller: str, method: str, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """The same for a call from this actor's own ranks: it waits for no place."""
+        return await self._serve(id, caller, method, args, kwargs, free=None)
 
     @concurrent_endpoint
     async def serve_frame(self, port: Any, calls: list[tuple[str, str, str, bytes]]) -> None:
@@ -139,15 +147,23 @@ class ActorHost(Actor):
         assert self._actor is not None, "construct() comes first"
         return self._actor
 
-    async def _serve(self, id: str, caller: str, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    async def _serve(
+        self,
+        id: str,
+        caller: str,
+        method: str,
+        args: tuple,
+        kwargs: dict[str, Any],
+        free: asyncio.Semaphore | None,
+    ) -> Any:
         task = asyncio.current_task()
         assert task is not None
         ledger.incoming[id] = Incoming(id, caller, method, time.time(), task)
         try:
             with serving(id):
-                if self._free is None:
+                if free is None:
                     return await getattr(self._held, method)(*args, **kwargs)
-                async with self._free:
+                async with free:
                     return await getattr(self._held, method)(*args, **kwargs)
         finally:
             ledger.incoming.pop(id, None)
@@ -157,7 +173,7 @@ class ActorHost(Actor):
     async def _serve_packed(self, port: Any, id: str, caller: str, method: str, packed: bytes) -> None:
         try:
             args, kwargs = unpack(packed)
-            answer = (id, True, pack(await self._serve(id, caller, method, args, kwargs)))
+            answer = (id, True, pack(await self._serve(id, caller, method, args, kwargs, self._free)))
         except asyncio.CancelledError:
             answer = (id, False, pack(ActorFailure(f"{self.name}.{method} was cancelled")))
         except BaseException as error:  # the answer, for the one who called

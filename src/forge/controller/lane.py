@@ -56,7 +56,7 @@ class Lane:
 
     async def call_first(self, id: str, caller: str, method: str, args: tuple, kwargs: dict) -> Any:
         """Runs an endpoint on rank 0 and returns its value."""
-        if self.load > 1 and not any(map(is_large, args)):
+        if self.load > 1 and not any(map(is_large, (*args, *kwargs.values()))):
             packed = pack((args, kwargs))
             if len(packed) < FRAME_BYTES:
                 return await self._call_in_frame(id, caller, method, packed)
@@ -65,6 +65,10 @@ class Lane:
     async def call_all(self, id: str, caller: str, method: str, args: tuple, kwargs: dict) -> ValueMesh:
         """Runs an endpoint on every rank; a mesh of their values."""
         return await self._answered(id, self._all.invoke.call(id, caller, method, args, kwargs))
+
+    async def call_peers(self, id: str, caller: str, method: str, args: tuple, kwargs: dict) -> ValueMesh:
+        """The same for a call of the actor's own ranks: it belongs to one that has its place already."""
+        return await self._answered(id, self._all.invoke_peer.call(id, caller, method, args, kwargs))
 
     async def call_any(self, id: str, caller: str, method: str, args: tuple, kwargs: dict) -> Any:
         """Runs an endpoint on one rank of Monarch's choice."""
@@ -126,7 +130,7 @@ class Lane:
         """Answers come through the port; this call lasts until the last of them, to know of the end."""
         try:
             await self._first.serve_frame.call_one(self._port, frame)
-        except (SupervisionError, ActorError) as error:
+        except Exception as error:  # whatever it is, those who wait must hear of it
             for id, *_ in frame:
                 future = self._answers.get(id)
                 if future is not None and not future.done():

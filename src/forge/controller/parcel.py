@@ -23,7 +23,7 @@ def pack(value: Any) -> bytes:
     try:
         return cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever a user's __reduce__ raises
-        raise TypeError(f"{type(value).__name__} can't be sent to another process: {error}") from error
+        raise TypeError(f"it can't be sent to another process: {error}") from error
 
 
 def is_large(value: Any) -> bool:

@@ -36,7 +36,7 @@ class PeerEndpoint:
         """Runs on every process, this one included; a mesh of (point, value) in rank order."""
         with waiting(self._name, self._method) as call:
             try:
-                return await self._lane.call_all(call.id, ledger.actor, self._method, args, kwargs)
+                return await self._lane.call_peers(call.id, ledger.actor, self._method, args, kwargs)
             except LaneLost as error:
                 raise ReplicaLost(
                     f"{self._name}.{self._method}: a process of this actor is gone ({error})"

@@ -133,8 +133,8 @@ class Provisioner:
             end_processes(ours)
         try:
             await asyncio.wait_for(_stop(placement.procs), timeout=5)
-        except TimeoutError:
-            logger.debug("%s did not stop in time: killing it", placement.procs)
+        except Exception as error:  # too slow, or it never started: killed below in any case
+            logger.debug("%s did not stop: %s: %s", placement.procs, type(error).__name__, error)
         finally:
             end_processes(ours)
 

@@ -10,6 +10,7 @@ from forge.controller.ledger import Demand, Place
 from forge.controller.mesh import Mesh
 from forge.controller.provisioner import Provisioner
 from forge.controller.replica import Replica, ReplicaState
+from forge.errors import ActorFailure
 
 if TYPE_CHECKING:
     from forge.controller.options import ActorOptions
@@ -65,13 +66,25 @@ class Recipe:
             num_seen = -1
             while num_seen != num_fanouts():
                 num_seen = num_fanouts()
-                async with asyncio.timeout(self.options.start_timeout_s):
-                    await mesh.catch_up()
+                await self._catch_up(mesh, replica.index)
                 replica.state = ReplicaState.SYNCED
         except BaseException:
             await mesh.kill(self._provisioner)
             raise
         replica.mesh = mesh
+
+    async def _catch_up(self, mesh: Mesh, index: int) -> None:
+        deadline = asyncio.timeout(self.options.start_timeout_s)
+        try:
+            async with deadline:
+                await mesh.catch_up()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise ActorFailure(
+                f"{self.options.name}: catch_up of replica {index} was not done within "
+                f"{self.options.start_timeout_s:g} s: raise start_timeout_s, or see what it waits for"
+            ) from None
 
     async def move(self, replica: Replica) -> None:
         """Takes another place when the host is gone, or spare GPUs when its own may be at fault."""
@@ -86,6 +99,10 @@ class Recipe:
         finally:
             replica.mesh = None
             self._provisioner.give_back(replica.place)
+
+    def give_back(self, replica: Replica) -> None:
+        """Frees its place, for one that will not start again."""
+        self._provisioner.give_back(replica.place)
 
     async def bury(self, replica: Replica) -> None:
         """Ends what is left of the processes; the place stays."""

@@ -1,6 +1,7 @@
 """Runtime: everything that was started in this process, and its orderly end."""
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -62,6 +63,7 @@ class Runtime:
         self._watchers: list[Witness | SignalWatch | StallWatch] = []
         self._ending: Ending | None = None
         self._is_terminated = False
+        self._handles_sigterm = False
         monarch_actor.unhandled_fault_hook = self._note_fault
 
     @classmethod
@@ -81,7 +83,13 @@ class Runtime:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        await self.aclose()
+        try:
+            await self.aclose()
+        except asyncio.CancelledError as late:  # a signal while closing, which went on to its end
+            error = error or late
+        finally:
+            if self._handles_sigterm:
+                asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         if isinstance(error, asyncio.CancelledError):
             if self._ending is not None and self._ending.has_stalled:
                 raise RunStalled(
@@ -122,11 +130,19 @@ class Runtime:
 
     async def close(self, uid: str) -> None:
         """Stops one actor or service; a second time does nothing."""
-        service = self.services.pop(uid, None)
+        service = self.services.get(uid)
         if service is not None:
-            Directory.supervisors.pop(uid, None)
-            await service.teardown()
-            await service.stop()
+            await _uninterrupted(self._close(service))
+
+    async def _close(self, service: Supervisor) -> None:
+        await service.teardown()
+        await service.stop()
+        self._forget(service)
+
+    def _forget(self, service: Supervisor) -> None:
+        self.services.pop(service.uid, None)
+        Directory.supervisors.pop(service.uid, None)
+        Directory.closers.pop(service.uid, None)
 
     async def aclose(self) -> None:
         """Stops everything, newest first. Runs to its end even when the caller is cancelled meanwhile."""
@@ -135,13 +151,13 @@ class Runtime:
         await _uninterrupted(self._close_all())
 
     async def _close_all(self) -> None:
-        for start in self._starts:
+        starts = [*self._starts, *self._preparations.values()]
+        for start in starts:
             start.cancel()
-        await asyncio.gather(*self._starts, return_exceptions=True)
+        await asyncio.gather(*starts, return_exceptions=True)
         for watcher in reversed(self._watchers):
             watcher.close()
         services = list(reversed(self.services.values()))
-        self.services.clear()
         errors: list[BaseException] = []
         try:
             async with asyncio.timeout(_TEARDOWN_S):
@@ -158,7 +174,7 @@ class Runtime:
                 errors.append(error)
         self._closers.clear()
         for service in services:
-            Directory.supervisors.pop(service.uid, None)
+            self._forget(service)
         shutil.rmtree(self.folder, ignore_errors=True)
         for error in errors:
             logger.warning("while closing: %s: %s", type(error).__name__, first_line(error))
@@ -176,16 +192,18 @@ class Runtime:
         self._starts.add(start)
         start.add_done_callback(self._starts.discard)
         await start
-        return LocalClient(service, directory)
+        return LocalClient(service, directory, Directory.closers[uid])
 
     async def _prepare_and_start(self, service: Supervisor) -> None:
         cls = service.options.cls
-        if cls not in self._preparations:
-            self._preparations[cls] = asyncio.ensure_future(cls.prepare())
-        await self._preparations[cls]
+        task = self._preparations.get(cls)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._preparations[cls] = asyncio.ensure_future(cls.prepare())
+        await asyncio.shield(task)  # another service of this class may wait for it too
         await self.provisioner.open(self.folder)
         await service.start()
         self.services[service.uid] = Directory.supervisors[service.uid] = service
+        Directory.closers[service.uid] = functools.partial(self.close, service.uid)
 
     def _open(self) -> None:
         """Makes this process one that can be asked what it waits for."""
@@ -214,6 +232,7 @@ class Runtime:
             task.cancel()
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        self._handles_sigterm = True
 
     def _note_fault(self, failure: MeshFailure) -> None:
         """Monarch's default hook ends this process with its child; here the child is replaced."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from forge.controller.actor import ForgeActor, endpoint_of
 from forge.controller.call import Outgoing, ledger
 from forge.controller.client import Client, client_of
+from forge.controller.dispatcher import MAX_ATTEMPTS
 from forge.controller.lane import Lane, LaneLost
 from forge.controller.session import current_session, open_session
 from forge.errors import FanoutError, ForgeError, ReplicaLost
@@ -50,9 +51,7 @@ class Handle:
 
     async def shutdown(self) -> None:
         """Stops all its processes. Only the process that started it can do so."""
-        from forge.controller.runtime import Runtime
-
-        await Runtime.current().close(self._client.uid)
+        await self._client.close()
 
 
 def _rebuild(kind: type[Handle], uid: str, options: Any, directory: Any, roster: Any) -> Handle:
@@ -124,13 +123,12 @@ class Endpoint:
         A replica that is down meanwhile is left out when its class catches up by itself (`catch_up`).
         FanoutError when any other failed: it names each, and `results` holds what the rest returned by index.
         """
-        send = self._send(args, kwargs)
-        while True:
+        send, dispatcher, lost = self._send(args, kwargs), self._client.dispatcher(), ""
+        for _ in range(MAX_ATTEMPTS if self._retry is not False else 1):
+            await dispatcher.reachable(self._method, self._timeout_s, all_of_them=not self._catches_up)
             await self._client.begin_fanout()
-            lanes = await self._client.dispatcher().reachable()
-            calls = (
-                self._client.dispatcher().run_on(lane, self._method, send, self._timeout_s) for lane in lanes
-            )
+            lanes = list(dispatcher.lanes)
+            calls = (dispatcher.run_on(lane, self._method, send, self._timeout_s) for lane in lanes)
             outcomes = dict(
                 zip(
                     (lane.index for lane in lanes),
@@ -140,12 +138,17 @@ class Endpoint:
             )
             for index, outcome in list(outcomes.items()):
                 if isinstance(outcome, LaneLost):
+                    lost = f"replica {index}: {outcome}"
                     if self._catches_up:
                         del outcomes[index]
                     else:
                         outcomes[index] = ReplicaLost(f"its process is gone ({outcome})")
             if outcomes:
                 return self._results(outcomes)
+        raise ReplicaLost(
+            f"{self._client.options.name}.{self._method}: all replicas were lost, last {lost}; this call may "
+            "be what kills them"
+        )
 
     def _results(self, outcomes: dict[int, Any]) -> list[Any]:
         failed = {i: outcome for i, outcome in outcomes.items() if isinstance(outcome, BaseException)}

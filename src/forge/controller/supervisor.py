@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forge.controller.dispatcher import Dispatcher, Roster
 from forge.controller.health import HealthWatch
@@ -12,11 +12,8 @@ from forge.controller.lane import Member
 from forge.controller.recipe import Recipe
 from forge.controller.replica import MAX_FAILURES, Replica, ReplicaState, ReplicaStatus
 from forge.controller.scaling import QueueFollower
-from forge.errors import ConfigError, ForgeError, ReplicaLost
+from forge.errors import ActorFailure, ConfigError, ForgeError, ReplicaLost
 from forge.observability import metrics
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +41,7 @@ class Supervisor:
             report_lost=lambda member, reason: self.report_lost(member.index, member.generation, reason),
         )
         self._recipe = recipe
-        self._heals = heals
+        self.heals = heals
         self._replicas: dict[int, Replica] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = contextvars.copy_context()  # Monarch's threads report losses in theirs
@@ -88,12 +85,14 @@ class Supervisor:
         """Goes to so many replicas; new ones take calls when this returns, those that go finish theirs."""
         if num_replicas < 1:
             raise ConfigError(f"{self.options.name}: scale needs at least 1 replica, got {num_replicas}")
-        async with self._scaling:
-            present = self._present()
-            if num_replicas > len(present):
-                await self._grow(num_replicas - len(present))
-            else:
-                await asyncio.gather(*(self._drain(replica) for replica in present[num_replicas:]))
+        scaling = self._spawn(self._scale(num_replicas), is_watched=False)
+        try:
+            await scaling
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise ActorFailure(f"{self.options.name} was shut down") from None
+            raise
 
     # -- what is seen ----------------------------------------------------------------------------------------
 
@@ -144,12 +143,12 @@ class Supervisor:
             return
         replica.state = ReplicaState.LOST
         self._publish()
-        if self._heals:
+        if self.heals:
             logger.warning("%s: replica %d is gone (%s): replacing it", self.options.name, index, reason)
             replica.healing = self._spawn(self._replace(replica))
         else:
             logger.warning("%s is gone (%s)", self.options.name, reason)
-            self._spawn(self._recipe.bury(replica))
+            self._spawn(self._recipe.stop(replica))
 
     def note_fault(self, mesh_name: str, reason: str) -> bool:
         """Monarch saw a process die; whether it was one of ours."""
@@ -160,6 +159,17 @@ class Supervisor:
         return False
 
     # -- replicas come and go --------------------------------------------------------------------------------
+
+    async def _scale(self, num_replicas: int) -> None:
+        async with self._scaling:
+            failed = [r for r in self._replicas.values() if r.state is ReplicaState.FAILED]
+            await asyncio.gather(*map(self._remove, failed))
+            present = self._present()
+            if num_replicas > len(present):
+                await self._grow(num_replicas - len(present))
+            else:  # first those that serve nobody anyway, then the newest
+                present.sort(key=lambda replica: (replica.state is ReplicaState.HEALTHY, -replica.index))
+                await asyncio.gather(*map(self._drain, present[: len(present) - num_replicas]))
 
     async def _grow(self, num: int) -> None:
         places = self._recipe.reserve(num)
@@ -173,12 +183,14 @@ class Supervisor:
                 if isinstance(outcome, BaseException):
                     raise outcome
         except BaseException:
-            await asyncio.gather(*(self._remove(replica) for replica in new))
+            await asyncio.gather(*map(self._drain, new))  # some may have begun to serve
             raise
 
     async def _bring_up(self, replica: Replica) -> None:
         """No fanout can slip in between the last check and the first call."""
         await self._recipe.bring_up(replica, lambda: self.num_fanouts)
+        if self._is_closed:
+            raise ActorFailure(f"{self.options.name} was shut down")
         replica.become_healthy()
         self._publish()
 
@@ -215,6 +227,7 @@ class Supervisor:
 
     def _give_up(self, replica: Replica, reason: str) -> None:
         replica.state = ReplicaState.FAILED
+        self._recipe.give_back(replica)
         logger.error("%s is degraded: replica %d %s", self.options.name, replica.index, reason)
         self._publish()
 
@@ -224,18 +237,21 @@ class Supervisor:
         replica.state = ReplicaState.DRAINING
         self._publish()
         while was_healthy and replica.state is ReplicaState.DRAINING:
-            assert replica.mesh is not None
+            await asyncio.sleep(_DRAIN_POLL_S)  # calls that were on their way arrive meanwhile
+            if replica.mesh is None:
+                break
             try:
-                pulses = await replica.mesh.probe()
-            except ReplicaLost:
+                pulses = await asyncio.wait_for(replica.mesh.probe(), self.options.health_timeout_s)
+            except (ReplicaLost, TimeoutError):
                 break
             if not any(pulse.num_running for pulse in pulses):
                 break
-            await asyncio.sleep(_DRAIN_POLL_S)
         await self._remove(replica)
 
     async def _remove(self, replica: Replica) -> None:
         self._replicas.pop(replica.index, None)
+        if not self._is_closed:
+            self._publish()
         if replica.healing is not None:
             replica.healing.cancel()
             await asyncio.gather(replica.healing, return_exceptions=True)
@@ -266,9 +282,9 @@ class Supervisor:
     # -- small things ----------------------------------------------------------------------------------------
 
     def _present(self) -> list[Replica]:
-        """Those that are not about to go, in order."""
-        replicas = (replica for _, replica in sorted(self._replicas.items()))
-        return [replica for replica in replicas if replica.state is not ReplicaState.DRAINING]
+        """Those that serve or will."""
+        leaving = (ReplicaState.DRAINING, ReplicaState.FAILED)
+        return [replica for replica in self._replicas.values() if replica.state not in leaving]
 
     def _make_follower(self) -> QueueFollower | None:
         o = self.options
@@ -285,7 +301,7 @@ class Supervisor:
         roster = Roster(
             self.dispatcher.roster.epoch + 1,
             members,
-            is_healing=self._heals and any(r.state in coming for r in replicas),
+            num_coming=sum(r.state in coming for r in replicas) if self.heals else 0,
             reasons=tuple(f"replica {r.index}: {r.reason}" for r in replicas if r.reason),
             is_closed=self._is_closed,
         )
@@ -298,12 +314,13 @@ class Supervisor:
             self._is_closed = True
             self._publish()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task of this service; its unexpected end is told."""
+    def _spawn(self, work: Coroutine[Any, Any, None], *, is_watched: bool = True) -> asyncio.Task[None]:
+        """A task of this service, which ends with it; its error is told unless somebody awaits it."""
         task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(self._tell)
+        if is_watched:
+            task.add_done_callback(self._tell)
         return task
 
     def _tell(self, task: asyncio.Task[None]) -> None:

@@ -13,7 +13,7 @@ from forge.controller.dispatcher import MAX_ATTEMPTS, Dispatcher, Roster
 from forge.controller.lane import Lane, LaneLost, Member
 from forge.controller.router import LeastLoadedRouter
 from forge.controller.session import open_session
-from forge.errors import ActorFailure, CallTimeout, ReplicaLost
+from forge.errors import ActorFailure, CallTimeout, ForgeError, ReplicaLost
 
 
 def members(*indices: int, generation: int = 0) -> tuple[Member, ...]:
@@ -83,7 +83,7 @@ def test_random_traffic_keeps_the_limit_the_order_and_every_call(seed: int) -> N
             generation[index] += 1
             there = {lane.index: lane.member for lane in dispatcher.lanes}
             there[index] = members(index, generation=generation[index])[0]
-            dispatcher.update(Roster(dispatcher.roster.epoch + 1, tuple(there.values())))
+            dispatcher.update(Roster(dispatcher.roster.epoch + 1, tuple(there.values()), num_coming=1))
 
         async def work(lane: Lane, call: Outgoing) -> str:
             running[id(lane)] += 1
@@ -162,14 +162,14 @@ def test_a_call_is_given_up_after_many_replicas() -> None:
 def test_without_replicas_calls_wait_for_a_while_or_fail_at_once() -> None:
     async def scenario() -> None:
         dispatcher, _ = make(0)
-        dispatcher.update(Roster(2, reasons=("replica 0: out of memory",)))
+        dispatcher.update(Roster(2, num_coming=1, reasons=("replica 0: out of memory",)))
         with pytest.raises(ActorFailure, match=r"none came back within 0\.2 s: replica 0: out of memory"):
             await dispatcher.run("m", where)
         waiting = asyncio.create_task(dispatcher.run("m", where))
         await asyncio.sleep(0.05)
         dispatcher.update(Roster(3, members(7)))
         assert await waiting == 7
-        dispatcher.update(Roster(4, is_healing=False, reasons=("replica 7: gave up",)))
+        dispatcher.update(Roster(4, num_coming=0, reasons=("replica 7: gave up",)))
         with pytest.raises(ActorFailure, match="none is being replaced any more: replica 7: gave up"):
             await dispatcher.run("m", where)
         dispatcher.update(Roster(5, is_closed=True))
@@ -177,6 +177,55 @@ def test_without_replicas_calls_wait_for_a_while_or_fail_at_once() -> None:
             await dispatcher.run("m", where)
 
     run(scenario)
+
+
+def test_one_who_lost_the_only_replica_waits_for_news_of_it() -> None:
+    async def scenario() -> None:
+        dispatcher, lost = make(1, down_timeout_s=5)
+
+        async def dies_once(lane: Lane, call: Outgoing) -> int:
+            if lane.member.generation == 0:
+                raise LaneLost("sig=9")
+            return lane.index
+
+        waiting = asyncio.create_task(dispatcher.run("m", dies_once, retry=True))
+        await asyncio.sleep(0.02)
+        assert lost == [(0, "sig=9")] and not waiting.done()
+        dispatcher.update(Roster(2, members(0, generation=1)))
+        assert await waiting == 0
+
+    run(scenario)
+
+
+def test_a_router_that_fails_is_told_to_the_call_it_was_to_serve() -> None:
+    class Broken:
+        def choose(self, replicas: Any) -> int:
+            raise KeyError("no such replica")
+
+    async def scenario() -> None:
+        dispatcher = Dispatcher(
+            "svc", Broken(), max_concurrent=None, down_timeout_s=1, report_lost=lambda member, reason: None
+        )
+        dispatcher.update(Roster(1, num_coming=1))
+        waiting = [asyncio.create_task(dispatcher.run("m", where)) for _ in range(3)]
+        await asyncio.sleep(0)
+        dispatcher.update(Roster(2, members(0)))
+        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(outcome, KeyError)
+
+    run(scenario)
+
+
+def test_a_second_event_loop_is_refused() -> None:
+    dispatcher, _ = asyncio.run(_made())
+    with pytest.raises(ForgeError, match="belongs to the event loop that used it first"):
+        asyncio.run(dispatcher.run("m", where))
+
+
+async def _made() -> tuple[Dispatcher, list]:
+    dispatcher, lost = make(1)
+    await dispatcher.run("m", where)
+    return dispatcher, lost
 
 
 def test_sessions_stick_nest_and_move_when_their_replica_is_gone() -> None:
