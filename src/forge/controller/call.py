@@ -83,15 +83,20 @@ def serving(id: str) -> Iterator[None]:
         _serving.reset(token)
 
 
-@contextlib.contextmanager
-def waiting(service: str, method: str) -> Iterator[Outgoing]:
+class waiting:
     """A new call that this task waits for as long as the block lasts."""
-    task = asyncio.current_task()
-    name = task.get_name() if task is not None else "main"
-    call = Outgoing(new_call_id(), _serving.get(), name, service, method, time.time())
-    ledger.outgoing[call.id] = call
-    try:
-        yield call
-    finally:
-        del ledger.outgoing[call.id]
+
+    __slots__ = ("_call",)
+
+    def __init__(self, service: str, method: str) -> None:
+        task = asyncio.current_task()
+        name = task.get_name() if task is not None else "main"
+        self._call = Outgoing(new_call_id(), _serving.get(), name, service, method, time.time())
+
+    def __enter__(self) -> Outgoing:
+        ledger.outgoing[self._call.id] = self._call
+        return self._call
+
+    def __exit__(self, *_: object) -> None:
+        del ledger.outgoing[self._call.id]
         ledger.moved()

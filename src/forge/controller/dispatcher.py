@@ -100,16 +100,10 @@ class Dispatcher:
         Raises what the endpoint raised; ReplicaLost; ActorFailure when there is no replica; CallTimeout.
         """
         with waiting(self.name, method) as call:
+            if timeout_s is None:
+                return await self._attempts(call, send, session, retry)
             async with _deadline(call, timeout_s):
-                while True:
-                    lane = await self._acquire(session)
-                    try:
-                        return await self._attempt(lane, call, send)
-                    except LaneLost as loss:
-                        if not retry or call.attempt == MAX_ATTEMPTS:
-                            raise ReplicaLost(_told(call, lane, loss, retry)) from None
-                    call.attempt += 1
-                    call.replica = call.pid = None
+                return await self._attempts(call, send, session, retry)
 
     async def run_on(self, lane: Lane, method: str, send: Send, timeout_s: float | None) -> Any:
         """Sends a call to this very replica, once. Raises LaneLost when it is gone."""
@@ -142,6 +136,17 @@ class Dispatcher:
                 f"{self.name}: {self.roster.num_coming} replicas did not come back within "
                 f"{self._down_timeout_s:g} s: {reasons}"
             ) from None
+
+    async def _attempts(self, call: Outgoing, send: Send, session: Session | None, retry: bool) -> Any:
+        while True:
+            lane = await self._acquire(session)
+            try:
+                return await self._attempt(lane, call, send)
+            except LaneLost as loss:
+                if not retry or call.attempt == MAX_ATTEMPTS:
+                    raise ReplicaLost(_told(call, lane, loss, retry)) from None
+            call.attempt += 1
+            call.replica = call.pid = None
 
     async def _attempt(self, lane: Lane, call: Outgoing, send: Send) -> Any:
         call.replica, call.pid = lane.index, lane.member.pid
