@@ -57,10 +57,8 @@ class Run:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         victim = random.randrange(self.world_size)
-        if dies_at is not None and (
-            "journal" in dies_at[1] or dies_at[0] == "os.remove" or "exp" in dies_at[1]
-        ):
-            victim = 0  # no other rank does it
+        if dies_at in (*ONLY_RANK_0, BEFORE_ITS_ANSWER):
+            victim = 0
         first_call = min(len({n for n, _ in self.answers(rank)}) for rank in range(self.world_size))
         ranks: list[BaseProcess] = []
         for rank in range(self.world_size):
