@@ -75,7 +75,7 @@ class Directory(Actor):
                 if uid not in Directory.supervisors:
                     raise ActorFailure("the service of this handle was shut down")
                 result = await work(Directory.supervisors[uid])
-            except BaseException as error:
+            except BaseException as error:  # handed over to the one who asked, in the other event loop
                 here.call_soon_threadsafe(_settle, done, None, error)
                 if isinstance(error, asyncio.CancelledError):
                     raise

@@ -91,7 +91,7 @@ class Recovery:
             self._perform(work)
         except ForgeError:
             assert work.call is None or work.call in self._answers
-        except Exception:
+        except Exception:  # raised again, unless it is what was written down
             if work.number not in self._failed:
                 raise
 
@@ -116,7 +116,7 @@ class Recovery:
             return self._perform(work)
         except ForgeError:
             raise
-        except Exception:
+        except Exception:  # written down, and raised again
             self._write_down(Failed(work.number))
             raise
 
@@ -131,7 +131,7 @@ class Recovery:
         self._number = work.number
         try:
             answer = self._compute(work)
-        except Exception as error:
+        except Exception as error:  # gathered gradients go with it; raised again
             self._learner.forget()
             if isinstance(error, ForgeError):
                 self._keep(work.call, error)
