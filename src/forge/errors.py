@@ -1,5 +1,6 @@
 """Every error that forge raises on purpose: one message with the rule, the value and the fix."""
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -57,6 +58,14 @@ class FanoutError(ActorFailure):
     """Replicas failed in a fanout; the message names each, `results` holds the others' by index."""
 
     results: dict[int, Any] = {}  # noqa: RUF012 - replaced, never changed
+
+
+class NotFinite(ForgeError):
+    """A loss or gradient is NaN or infinite; the weights are those of before on every rank."""
+
+    def __init__(self, message: str, episode_ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.episode_ids = list(episode_ids)  # of those that it comes from, as far as they have names
 
 
 class WeightsMissing(ForgeError):

@@ -1,6 +1,7 @@
 """[4-5] What the trainer reads and what it answers."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -57,3 +58,11 @@ class ForwardBackwardResult:
 
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a trainer has come, over all restarts."""
+
+    num_steps: int  # optimizer steps
+    state: dict[str, Any] = field(default_factory=dict)  # that its caller gave with the last of them

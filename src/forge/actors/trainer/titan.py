@@ -13,7 +13,7 @@ from forge.actors.trainer.options import trainer_options
 from forge.actors.trainer.pushes import clear_unfinished, push, pushed_versions, to_push_again
 from forge.controller import ForgeActor, Runtime, call_id, endpoint
 from forge.data import assets
-from forge.data_models import ForwardBackwardResult, TextTrainBatch, TrainInputs, TrainTargets
+from forge.data_models import ForwardBackwardResult, Progress, TextTrainBatch, TrainInputs, TrainTargets
 from forge.errors import ConfigError, ForgeError
 from forge.observability import record
 
@@ -158,6 +158,27 @@ class TitanTrainer(ForgeActor):
         if self.rank == 0:
             record("trainer", **update)
         return update
+
+    @endpoint(retry=True)
+    async def evaluate(self, inputs: Inputs, targets: Targets = None) -> ForwardBackwardResult:
+        """The loss of one batch and its metrics, as `forward_backward` computes them, and nothing changed."""
+        batches = self._batches(inputs, targets)
+        return await self.run_blocking(self.learner.evaluate, batches)
+
+    @endpoint(retry=True)
+    async def progress(self) -> Progress:
+        """The optimizer steps done, and the `state` given with the last of them, over all restarts."""
+        return Progress(self.learner.num_steps)
+
+    @endpoint(retry=True)
+    async def save_checkpoint(self, state: dict[str, Any] | None = None) -> None:
+        """Saves all that the next step depends on, beside the saves every `checkpoint.interval` steps.
+
+        state: what `progress` returns after a resume; None: that of the last step. Returns when the
+        checkpoint is complete. Raises ForgeError without `checkpoint.folder`, between `forward_backward` and
+        `optim_step`, and when it can't be written.
+        """
+        raise ForgeError("save_checkpoint needs checkpoint.folder: give the trainer one")
 
     @endpoint(retry=True)
     async def score(self, token_ids: Sequence[int]) -> Tensor:
