@@ -1,6 +1,7 @@
 """What a trainer can be told, and what it says to mistakes."""
 
 import pytest
+from transformers import LlamaConfig
 
 from forge.actors.trainer.options import ParallelismOptions, model_options, trainer_options
 from forge.errors import ConfigError
@@ -28,7 +29,15 @@ def test_defaults_hold_where_nothing_is_said() -> None:
         ("training", {"dtype": "float16"}, "training.dtype must be one of bfloat16, float32"),
         ("training", {"gradient_accumulation_step": 2}, "did you mean training.gradient_accumulation_steps"),
         ("training", {"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
-        ("parallelism", {"pipeline_parallel_degree": 2}, "pipeline_parallel_degree is 2"),
+        ("training", {"max_tokens_per_pass": 0}, "max_tokens_per_pass must be at least 1"),
+        (
+            "lr_scheduler",
+            {"decay": "linear", "warmup_steps": 1_000_000},
+            "decay needs steps behind the warm-up",
+        ),
+        ("lr_scheduler", {"min_lr_factor": 2.0}, "min_lr_factor must be between 0 and 1"),
+        ("parallelism", {"context_parallel_degree": 0}, "context_parallel_degree must be at least 1"),
+        ("parallelism", {"pipeline_parallel_schedule": "ZB"}, "must be one of 1F1B, Interleaved1F1B, GPipe"),
     ],
 )
 def test_mistakes_are_named(section: str, values: dict, says: str) -> None:
@@ -37,9 +46,47 @@ def test_mistakes_are_named(section: str, values: dict, says: str) -> None:
 
 
 def test_degrees_must_multiply_to_the_processes() -> None:
-    ParallelismOptions(tensor_parallel_degree=2).check(4)
-    ParallelismOptions(tensor_parallel_degree=2, data_parallel_shard_degree=2).check(4)
-    with pytest.raises(ConfigError, match="asks for 2 x 3 processes .* the mesh has 4"):
-        ParallelismOptions(tensor_parallel_degree=2, data_parallel_shard_degree=3).check(4)
-    with pytest.raises(ConfigError, match="asks for 3 processes"):
+    tensor = ParallelismOptions(tensor_parallel_degree=2)
+    assert tensor.shard_degree(4) == 2
+    assert ParallelismOptions(tensor_parallel_degree=2, data_parallel_shard_degree=2).shard_degree(4) == 2
+    mixed = ParallelismOptions(pipeline_parallel_degree=2, context_parallel_degree=3)
+    assert mixed.dp_size(12) == 2
+    replicated = ParallelismOptions(data_parallel_replicate_degree=2)
+    assert (replicated.shard_degree(8), replicated.dp_size(8)) == (4, 8)
+    with pytest.raises(ConfigError, match=r"services\.x has 4 processes, .* x shard 3 = 6: set procs to 6"):
+        ParallelismOptions(tensor_parallel_degree=2, data_parallel_shard_degree=3).shard_degree(
+            4, "services.x"
+        )
+    with pytest.raises(ConfigError, match="wants tensor 3 x .* a multiple of 3"):
         ParallelismOptions(tensor_parallel_degree=3).check(4)
+
+
+LAYERS = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "model", "says"),
+    [
+        ({"tensor_parallel_degree": 4}, {}, "num_key_value_heads, but 2 is no multiple of 4"),
+        ({"tensor_parallel_degree": 2}, {"vocab_size": 511}, "vocab_size, but 511 is no multiple of 2"),
+        ({"pipeline_parallel_degree": 2}, {"tie_word_embeddings": True}, "must be 1 for a model with tied"),
+        ({"pipeline_parallel_degree": 5}, {}, "1F1B makes 5 stages, but the model has only 4 layers"),
+        (
+            {"pipeline_parallel_degree": 3, "pipeline_parallel_schedule": "Interleaved1F1B"},
+            {},
+            "Interleaved1F1B makes 6 stages, but the model has only 4 layers",
+        ),
+    ],
+)
+def test_a_model_that_can_not_be_cut_like_that_is_refused(parallelism: dict, model: dict, says: str) -> None:
+    config = LlamaConfig(**{**LAYERS, "tie_word_embeddings": False, **model})
+    with pytest.raises(ConfigError, match=says):
+        ParallelismOptions(**parallelism).check_model(config)
+    ParallelismOptions(tensor_parallel_degree=1, pipeline_parallel_degree=1).check_model(config)
+
+
+def test_offload_needs_shards() -> None:
+    options = trainer_options("x", training={"cpu_offload": True})
+    options.check(2)
+    with pytest.raises(ConfigError, match="cpu_offload moves the shards of several processes"):
+        options.check(1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from forge.actors.trainer.parallelism import ParallelismOptions
 from forge.errors import ConfigError
 from forge.schema import build
 
@@ -13,11 +14,21 @@ MODEL_KEY = "hf_assets_path"
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model: its config.json decides everything else."""
+    """Which model: its config.json decides everything else.
 
-    hf_assets_path: str  # a folder or any other URI that forge.data.assets.fetch takes
-    name: str | None = None  # for the reader
-    flavor: str | None = None  # for the reader
+    name and flavor are one of torchtitan's registry ("qwen3", "1.7B"), which the config.json must agree with.
+    Without hf_assets_path they alone decide, and the weights are random, drawn from the seed.
+    """
+
+    hf_assets_path: str | None = None  # a folder or any other URI that forge.data.assets.fetch takes
+    name: str | None = None
+    flavor: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.name is None) != (self.flavor is None):
+            raise ConfigError(f"name and flavor go together, got {self.name!r} and {self.flavor!r}")
+        if self.hf_assets_path is None and self.name is None:
+            raise ConfigError("hf_assets_path is missing: name a folder of weights, or a name with a flavor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +50,17 @@ class OptimizerOptions:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """Linear warm-up, then constant."""
+    """Linear warm-up, then constant, or a decay that ends at `training.steps`."""
 
     warmup_steps: int = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_factor: float = 0.0  # what a decay ends at, as a share of optimizer.lr
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        if not 0 <= self.min_lr_factor <= 1:
+            raise ConfigError(f"min_lr_factor must be between 0 and 1, got {self.min_lr_factor}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,12 @@ class TrainingOptions:
 
     seq_len: int = 2048  # positions of a prompt with one of its completions, in tokens
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
-    gradient_accumulation_steps: int = 1  # micro-batches a step is cut into, at most
+    gradient_accumulation_steps: int = 1  # micro-batches a step is cut into, where it has that many rows
+    max_tokens_per_pass: int | None = None  # tokens of a micro-batch; more micro-batches keep to it
+    # what the backward pass computes again instead of keeping it: nothing, cheap operations, or whole layers
+    activation_checkpoint: Literal["none", "selective", "full"] = "none"
+    compile: bool = False  # each layer, by torch.compile: the first steps take longer
+    cpu_offload: bool = False  # weights and optimizer state wait in host memory; more than one process
     max_grad_norm: float = 1.0
     steps: int = 1_000_000  # of the whole run; the learning rate schedule needs it
     local_batch_size: int | None = None  # sequences that a rank gets each step; None: as many as come
@@ -63,7 +83,8 @@ class TrainingOptions:
     snapshot_every: int = 25
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "gradient_accumulation_steps", "steps", "local_batch_size"):
+        at_least_one = ("gradient_accumulation_steps", "max_tokens_per_pass", "steps", "local_batch_size")
+        for name in ("seq_len", *at_least_one):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -74,46 +95,21 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelismOptions:
-    """How the processes share the work: the degrees multiply to their number."""
-
-    tensor_parallel_degree: int = 1
-    pipeline_parallel_degree: int = 1
-    data_parallel_shard_degree: int = -1  # -1: what the other degrees leave
-    data_parallel_replicate_degree: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("tensor_parallel_degree", "pipeline_parallel_degree", "data_parallel_replicate_degree"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.pipeline_parallel_degree > 1:
-            raise ConfigError(
-                f"pipeline_parallel_degree is {self.pipeline_parallel_degree}, but the trainer can't cut a "
-                "model into stages yet: set it to 1"
-            )
-        if self.data_parallel_shard_degree < 1 and self.data_parallel_shard_degree != -1:
-            raise ConfigError(
-                f"data_parallel_shard_degree must be at least 1, or -1, got {self.data_parallel_shard_degree}"
-            )
-
-    def check(self, world_size: int) -> None:
-        """Raises ConfigError unless the degrees fit this many processes."""
-        fixed = self.tensor_parallel_degree * self.data_parallel_replicate_degree
-        shard = self.data_parallel_shard_degree
-        if world_size % fixed or (shard != -1 and fixed * shard != world_size):
-            raise ConfigError(
-                f"parallelism asks for {fixed}{'' if shard == -1 else f' x {shard}'} processes (tensor x "
-                f"replicate x shard), but the mesh has {world_size}: change procs or a degree"
-            )
-
-
-@dataclass(frozen=True, slots=True)
 class ModelOnlyOptions:
     """All that a model needs that is not trained."""
 
     model: ModelOptions
     training: TrainingOptions = field(default_factory=TrainingOptions)
     parallelism: ParallelismOptions = field(default_factory=ParallelismOptions)
+
+    def check(self, num_procs: int) -> None:
+        """Raises ConfigError unless this many processes can do that."""
+        self.parallelism.check(num_procs)
+        if self.training.cpu_offload and num_procs == 1:
+            raise ConfigError(
+                "training.cpu_offload moves the shards of several processes, but there is one: use more, or "
+                "set it to false"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +118,14 @@ class TrainerOptions(ModelOnlyOptions):
 
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     lr_scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+
+    def __post_init__(self) -> None:
+        warmup, steps = self.lr_scheduler.warmup_steps, self.training.steps
+        if self.lr_scheduler.decay != "constant" and warmup >= steps:
+            raise ConfigError(
+                f"lr_scheduler.decay needs steps behind the warm-up, but warmup_steps is {warmup} and "
+                f"training.steps {steps}: set training.steps to the length of the run"
+            )
 
 
 def model_options(
