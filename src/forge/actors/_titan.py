@@ -37,7 +37,8 @@ from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import FlexAttention, GQAttention, QKVLinear
 from torchtitan.models.common.config_utils import make_ffn_config
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.qwen3 import Qwen3StateDictAdapter, parallelize_qwen3
+from torchtitan.models.llama3 import llama3_configs
+from torchtitan.models.qwen3 import Qwen3StateDictAdapter, parallelize_qwen3, qwen3_configs
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import get_local_device, set_default_dtype
@@ -68,9 +69,11 @@ __all__ = [
     "get_local_device",
     "get_spmd_context",
     "init_distributed",
+    "llama3_configs",
     "make_ffn_config",
     "parallelize_qwen3",
     "pipeline_llm",
+    "qwen3_configs",
     "set_default_dtype",
     "set_determinism",
     "set_spmd_backend",

@@ -93,7 +93,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
         ({"mlp_bias": True}, "mlp_bias=True"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type 'dynamic'",
+            "rope_type='dynamic'",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"max_position_embeddings": 32}, "training.seq_len is 64"),

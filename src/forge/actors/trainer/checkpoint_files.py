@@ -103,19 +103,24 @@ def _check_tied(folder: Path, head: Tensor) -> None:
         raise AssetError(f"{folder}: config.json ties {TIED[0]} to {TIED[1]}, but the two differ")
 
 
-@torch.no_grad()
 def _copy(stored: Tensor, target: Tensor, name: str, folder: Path) -> None:
     if stored.shape != target.shape:
         raise AssetError(
             f"{name} in {folder} has shape {list(stored.shape)}, config.json asks for {list(target.shape)}"
         )
+    fill(target, stored)
+
+
+@torch.no_grad()
+def fill(target: Tensor, whole: Tensor) -> None:
+    """Copies a whole tensor into one of the same shape, or the part of it that this process holds."""
     if isinstance(target, DTensor):
         # every process has the whole tensor: it cuts its shard without asking another
-        whole = stored.to(target.to_local().device, target.dtype)
+        whole = whole.to(target.to_local().device, target.dtype)
         shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
         target.to_local().copy_(shard.to_local())
     else:
-        target.copy_(stored)
+        target.copy_(whole)
 
 
 def whole(tensor: Tensor) -> Tensor:

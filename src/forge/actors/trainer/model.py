@@ -6,10 +6,8 @@ then renamed, never permuted or cut, under any sharding.
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,24 +32,8 @@ from forge.actors._titan import (
     skip_param_init,
 )
 from forge.actors.trainer.attention import TreeAttention
-from forge.errors import AssetError, ConfigError
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def read_hf_config(folder: Path) -> PretrainedConfig:
-    """The config.json of a model folder. Raises AssetError without one, ConfigError for an unknown type."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise AssetError(f"a model folder must hold config.json, {folder} does not")
-    raw = json.loads(path.read_text())
-    model_type = raw.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise ConfigError(
-            f"model_type in {path} must be one of {', '.join(MODEL_TYPES)}, got {model_type!r}: "
-            "choose a model of one of these families"
-        )
-    return AutoConfig.for_model(**raw)
+from forge.actors.trainer.hf_config import check_hf_config
+from forge.actors.trainer.hf_config import read_hf_config as read_hf_config
 
 
 def model_spec(config: PretrainedConfig, seq_len: int) -> ModelSpec:
@@ -59,7 +41,7 @@ def model_spec(config: PretrainedConfig, seq_len: int) -> ModelSpec:
 
     Raises ConfigError naming the field where torchtitan's block can't compute what the config asks for.
     """
-    _check(config, seq_len)
+    check_hf_config(config, seq_len)
     tied = bool(config.tie_word_embeddings)
     weight = partial(nn.init.normal_, std=config.initializer_range)
     model = Qwen3Model.Config(
@@ -84,38 +66,6 @@ def model_spec(config: PretrainedConfig, seq_len: int) -> ModelSpec:
         post_optimizer_build_fn=None,
         state_dict_adapter=HFNames,
     )
-
-
-def _check(config: PretrainedConfig, seq_len: int) -> None:
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    qkv_bias = getattr(config, "attention_bias", False) and config.model_type != "qwen2"
-    head_ratio = config.num_attention_heads % (config.num_key_value_heads or config.num_attention_heads)
-    for field, wrong, need in (
-        ("sliding_window", sliding, "full attention (sliding_window: null)"),
-        ("attention_bias", qkv_bias, "attention_bias: false"),
-        ("mlp_bias", getattr(config, "mlp_bias", False), "mlp_bias: false"),
-        ("hidden_act", config.hidden_act != "silu", 'hidden_act: "silu"'),
-        ("num_key_value_heads", head_ratio, "a divisor of num_attention_heads"),
-        ("quantization_config", hasattr(config, "quantization_config"), "unquantised weights"),
-        ("attention_dropout", getattr(config, "attention_dropout", 0.0), "attention_dropout: 0"),
-    ):
-        if wrong:
-            raise ConfigError(
-                f"the trainer can't compute {field}={getattr(config, field)!r} of this {config.model_type} "
-                f"model: it takes {need}"
-            )
-    if seq_len > config.max_position_embeddings:
-        raise ConfigError(
-            f"training.seq_len is {seq_len}, but the model takes at most {config.max_position_embeddings} "
-            "positions: lower it"
-        )
-    rope_type = config.rope_parameters.get("rope_type", "default")
-    if rope_type != "default" and (
-        rope_type not in ROPE_INIT_FUNCTIONS or rope_type in ("dynamic", "longrope")
-    ):
-        raise ConfigError(
-            f"rope_type {rope_type!r} depends on the length of the text: it can't be trained here"
-        )
 
 
 def _layer(config: PretrainedConfig, seq_len: int) -> Qwen3TransformerBlock.Config:
