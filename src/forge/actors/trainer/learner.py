@@ -14,13 +14,20 @@ from torch.distributed.checkpoint.stateful import Stateful
 from forge.actors.trainer.checkpoint_files import replacing, save_companions, save_weights, whole
 from forge.actors.trainer.head import token_logprobs
 from forge.actors.trainer.loss_pass import Loss, as_floats, loss_of, normalizer_of
-from forge.actors.trainer.micro_batch import MicroBatch, count, name_episodes, split_micro_batches, to_device
+from forge.actors.trainer.micro_batch import (
+    MicroBatch,
+    count,
+    name_episodes,
+    split_micro_batches,
+    suspects_among,
+    to_device,
+)
 from forge.actors.trainer.options import TrainerOptions
 from forge.actors.trainer.sharded import ShardedModel
 from forge.actors.trainer.tally import Tally
 from forge.actors.trainer.update import Update
 from forge.data_models import ForwardBackwardResult, TrainInputs, TrainTargets
-from forge.errors import ForgeError
+from forge.errors import ForgeError, NotFinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +50,13 @@ class Learner:
         )
         self.loss = loss
         self.accumulation_steps = options.training.gradient_accumulation_steps
-        self._update = Update(self.model.module, options.optimizer, options.lr_scheduler, options.training)
+        self.update = Update(self.model.module, options.optimizer, options.lr_scheduler, options.training)
         self._pending: list[TrainTargets] = []  # those whose gradients wait for an update
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> ForwardBackwardResult:
         """Adds the gradient of one batch, given as every rank's part of it.
 
-        Raises ForgeError, on every rank, naming the episodes whose loss is not finite; gathered gradients are
+        Raises NotFinite, on every rank, naming the episodes whose loss is not finite; gathered gradients are
         then dropped.
         """
         normalize_by = normalizer_of(self.loss)
@@ -74,16 +81,16 @@ class Learner:
     def optim_step(self) -> dict[str, float]:
         """Updates the weights: grad_norm (before clipping) and lr.
 
-        Raises ForgeError naming the episodes when the gradient is not finite; the weights are left alone.
+        Raises NotFinite naming the episodes when the gradient is not finite; the weights are left alone.
         """
         if not self._pending:
             raise ForgeError("optim_step needs a forward_backward before it")
-        grad_norm = self._update.clip()
+        grad_norm = self.update.clip()
         if not math.isfinite(grad_norm):
-            names = name_episodes(self._pending)
+            error = _not_finite("gradient", self._pending)
             self.forget()
-            raise ForgeError(f"the gradient {names} is not finite: the weights were left as they were")
-        lr = self._update.step()
+            raise error
+        lr = self.update.step()
         self._pending = []
         return {"grad_norm": grad_norm, "lr": lr}
 
@@ -132,24 +139,22 @@ class Learner:
         ]
         if bad:
             self.forget()
-            raise ForgeError(
-                f"the loss {name_episodes(bad)} is not finite: the weights were left as they were"
-            )
+            raise _not_finite("loss", bad)
 
     def forget(self) -> None:
         """Drops the gathered gradients."""
-        self._update.zero_grad()
+        self.update.zero_grad()
         self._pending = []
 
     @property
     def num_steps(self) -> int:
         """Updates so far."""
-        return self._update.num_steps
+        return self.update.num_steps
 
     def tensors(self) -> list[Tensor]:
         """This rank's part of weights and optimizer, live: with `facts` all that the next step depends on,
         as long as no gradients wait for it."""
-        return self._update.tensors()
+        return self.update.tensors()
 
     def facts(self) -> Facts:
         """The rest of it."""
@@ -160,14 +165,19 @@ class Learner:
 
     def allocate(self) -> None:
         """Makes room for what is to be written to `tensors`."""
-        self._update.allocate()
+        self.update.allocate()
 
     def resume(self, facts: Facts) -> None:
         """Goes on from these facts, once `tensors` hold what they held then."""
-        self._update.resume(facts.num_steps)
+        self.update.resume(facts.num_steps)
         host, device = facts.random
         torch.set_rng_state(host)
         if device is not None:
             torch.cuda.set_rng_state(device, self.model.device)
         if isinstance(self.loss, Stateful) and facts.loss is not None:
             self.loss.load_state_dict(facts.loss)
+
+
+def _not_finite(what: str, targets: Sequence[TrainTargets]) -> NotFinite:
+    told = f"the {what} {name_episodes(targets)} is not finite: the weights were left as they were"
+    return NotFinite(told, suspects_among(targets))

@@ -104,12 +104,17 @@ def _moved(data: Data, device: torch.device) -> Data:
     return dataclasses.replace(data, **tensors)
 
 
-def name_episodes(targets: Sequence[TrainTargets], limit: int = 8) -> str:
-    """Episode ids for an error message: first those whose own numbers are not finite, else all of them."""
+def suspects_among(targets: Sequence[TrainTargets]) -> list[str]:
+    """Ids of the episodes whose own numbers are not finite; of all, when the numbers of all are."""
     suspects = [
         name for t in targets for name, bad in zip(t.episode_ids, _not_finite(t), strict=False) if bad
     ]
-    names = suspects or [name for t in targets for name in t.episode_ids]
+    return suspects or [name for t in targets for name in t.episode_ids]
+
+
+def name_episodes(targets: Sequence[TrainTargets], limit: int = 8) -> str:
+    """Those ids for an error message."""
+    names = suspects_among(targets)
     if not names:
         return "of a batch without episode ids"
     more = f" and {len(names) - limit} more" if len(names) > limit else ""

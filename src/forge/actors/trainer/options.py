@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from forge.actors.trainer.checkpoint_options import CheckpointOptions
 from forge.actors.trainer.parallelism import ParallelismOptions
 from forge.errors import ConfigError
 from forge.schema import build
@@ -81,6 +82,9 @@ class TrainingOptions:
     # optimizer steps between two snapshots of the state that a replaced trainer starts from; 0: no snapshots,
     # it repeats all steps
     snapshot_every: int = 25
+    max_skipped_steps: int = 3  # in a row, for a loss or gradient that is not finite; one more ends the run
+    # where their batches are written; None: beside the checkpoints, else they go with the run
+    bad_batch_folder: str | None = None
 
     def __post_init__(self) -> None:
         at_least_one = ("gradient_accumulation_steps", "max_tokens_per_pass", "steps", "local_batch_size")
@@ -88,8 +92,9 @@ class TrainingOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.snapshot_every < 0:
-            raise ConfigError(f"snapshot_every must not be negative, got {self.snapshot_every}")
+        for name in ("snapshot_every", "max_skipped_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.max_grad_norm <= 0:
             raise ConfigError(f"max_grad_norm must be positive, got {self.max_grad_norm}")
 
@@ -118,6 +123,7 @@ class TrainerOptions(ModelOnlyOptions):
 
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     lr_scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
 
     def __post_init__(self) -> None:
         warmup, steps = self.lr_scheduler.warmup_steps, self.training.steps
@@ -136,7 +142,7 @@ def model_options(
 
 
 def trainer_options(model: Mapping[str, Any] | str | Path, **sections: Mapping[str, Any]) -> TrainerOptions:
-    """The same with the sections of a trainer: optimizer, lr_scheduler, training, parallelism."""
+    """The same with the sections of a trainer: optimizer, lr_scheduler, training, parallelism, checkpoint."""
     return build(TrainerOptions, _tree(model, **sections))
 
 
