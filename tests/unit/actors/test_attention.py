@@ -1,91 +1,131 @@
-"""Attention over packed rows, against one sequence at a time."""
+"""Attention over a stream of trees, against a mask that is written out pair by pair."""
+
+import random
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
-from forge.actors.trainer import attention
-from forge.actors.trainer.attention import RowLayout, TreeAttention, is_causal, tree_mask
+from forge.actors.trainer import attention, tree_blocks
+from forge.actors.trainer.attention import TreeAttention
+from forge.actors.trainer.layout import Layout
 
-# row 0: prompt of 3, completions of 2 and 3; row 1: prompt of 2, one completion of 2, padding
-SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 1, 1, -1, -1, -1, -1]])
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3
 
 
-def _qkv(num_tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def _layouts() -> Iterator[Layout]:
+    """Rows of random trees and padding; the queries all, some, or the last; segments in order or not."""
+    rng = random.Random(0)
+    for i in range(12):
+        tokens = []
+        for row in range(rng.randint(1, 5)):
+            segments = [s for s in range(rng.randint(1, 5)) for _ in range(rng.randint(1, 9))]
+            if i % 4 == 3:
+                rng.shuffle(segments)
+            tokens += [(row, s) for s in segments]
+        tokens += [(-1, -1)] * (i % 5)
+        rows, segments = torch.tensor(tokens).T
+        size = len(rows)
+        yield Layout(
+            rows, segments, (None, slice(size // 3, 2 * size // 3 + 1), slice(size // 2, size))[i % 3]
+        )
+
+
+LAYOUTS = [*_layouts(), Layout(torch.tensor([-1, -1]), torch.tensor([-1, -1]))]
+
+
+def _visible(layout: Layout) -> Tensor:
+    """bool [Sq, S], by the words of Layout."""
+    rows, segments = layout.row_ids.tolist(), layout.segment_ids.tolist()
+
+    def sees(i: int, j: int) -> bool:
+        return i == j or (j < i and rows[i] == rows[j] >= 0 and segments[j] in (0, segments[i]))
+
+    return torch.tensor([[sees(i, j) for j in range(len(rows))] for i in range(*layout.query_range)])
+
+
+def _qkv(layout: Layout, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    heads = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
-    shapes = [(1, num_tokens, n, HEAD_DIM) for n in heads]
-    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+    start, stop = layout.query_range
+    sizes = ((stop - start, NUM_HEADS), *[(len(layout.row_ids), NUM_KV_HEADS)] * 2)
+    made = (torch.randn(1, n, heads, HEAD_DIM, generator=generator) for n, heads in sizes)
+    return [x.to(dtype).requires_grad_() for x in made]
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attend(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return TreeAttention(TreeAttention.Config())(
-        q, k, v, attention_masks=RowLayout(SEGMENTS), enable_gqa=True, scale=0.3
+        q, k, v, attention_masks=layout, enable_gqa=True, scale=SCALE
     )
 
 
-def _one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same, each prompt with one completion as a sequence of its own."""
-    out = torch.zeros(q.shape)
-    first = 0
-    for segments in SEGMENTS:
-        segments = segments[segments >= 0]
-        for completion in range(1, int(segments.max()) + 1):
-            tokens = first + ((segments == 0) | (segments == completion)).nonzero().squeeze(1)
-            chosen = (x[:, tokens].transpose(1, 2) for x in (q, k, v))
-            result = F.scaled_dot_product_attention(*chosen, is_causal=True, scale=0.3, enable_gqa=True)
-            out = out.index_copy(1, tokens, result.transpose(1, 2))
-        first += len(segments)
-    return out
-
-
-def test_a_token_sees_its_prompt_and_the_past_of_its_own_completion_only() -> None:
-    mask = tree_mask(SEGMENTS)[0, 0]
-    assert mask[4].tolist() == [True, True, True, True, True, False, False, False]
-    assert mask[6].tolist() == [True, True, True, False, False, True, True, False]
-    assert mask[1].tolist() == [True, True, False, False, False, False, False, False]
-
-
-def test_every_row_of_the_mask_has_something_to_attend_to() -> None:
-    assert tree_mask(SEGMENTS).any(-1).all()
-
-
-def test_one_completion_a_row_is_plain_causal_attention() -> None:
-    assert not is_causal(SEGMENTS)
-    assert is_causal(SEGMENTS[1:])
-    assert RowLayout(SEGMENTS[1:]).mask is None
-    assert not is_causal(torch.tensor([[0, -1, 1]]))
-
-
-def test_padding_and_unpadding_are_inverse() -> None:
-    layout = RowLayout(SEGMENTS)
-    tokens = torch.arange(1.0, 13.0).view(1, 12, 1)
-    padded = layout.pad(tokens)
-    assert padded[1, :, 0].tolist() == [9, 10, 11, 12, 0, 0, 0, 0]
-    assert torch.equal(layout.unpad(padded), tokens)
-    assert layout.token_of_cell[8].item() == 8  # row 1, column 0
+def _by_mask(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attended = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=_visible(layout), scale=SCALE, enable_gqa=True
+    )
+    return attended.transpose(1, 2)
 
 
 @pytest.mark.parametrize("max_saved_bytes", [2**30, 0], ids=["dense", "fused"])
-def test_packed_rows_equal_one_sequence_at_a_time(
+def test_values_and_gradients_equal_the_mask_written_out(
     max_saved_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "MAX_SAVED_BYTES", max_saved_bytes)
-    q, k, v = _qkv(12)
-    weights = torch.randn(1, 12, NUM_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(1))
-    packed, single = _attend(q, k, v), _one_by_one(q, k, v)
-    assert (packed - single).abs().max() < 1e-6
-    grads = torch.autograd.grad((packed * weights).sum(), (q, k, v))
-    expected = torch.autograd.grad((single * weights).sum(), (q, k, v))
-    for name, got, want in zip("qkv", grads, expected, strict=True):
-        assert (got - want).abs().max() < 1e-5, name
+    for layout in LAYOUTS:
+        qkv = _qkv(layout)
+        got, want = _attend(layout, *qkv), _by_mask(layout, *qkv)
+        assert (got - want).abs().max() < 1e-5
+        weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
+        grads = torch.autograd.grad((got * weights).sum(), qkv)
+        expected = torch.autograd.grad((want * weights).sum(), qkv)
+        for name, mine, theirs in zip("qkv", grads, expected, strict=True):
+            assert (mine - theirs).abs().max() < 1e-5, name
 
 
 def test_bfloat16_gradients_stay_close_to_float32() -> None:
-    exact, rounded = _qkv(12), _qkv(12, torch.bfloat16)
+    exact, rounded = _qkv(LAYOUTS[0]), _qkv(LAYOUTS[0], torch.bfloat16)
     for tensors in (exact, rounded):
-        _attend(*tensors).float().square().sum().backward()
+        _attend(LAYOUTS[0], *tensors).float().square().sum().backward()
     for want, got in zip(exact, rounded, strict=True):
         assert want.grad is not None and got.grad is not None
         assert (want.grad - got.grad.float()).norm() < 0.02 * want.grad.norm()
+
+
+def test_branches_compute_little_that_is_not_used() -> None:
+    """8 completions of 64 tokens behind a prompt of 200: the whole row would be 712 x 712 cells."""
+    segments = torch.tensor([0] * 200 + [s for s in range(1, 9) for _ in range(64)])
+    batches = Layout(torch.zeros_like(segments), segments).branches.batches
+    assert sum(batch.bias.numel() for batch in batches) <= 200 * 200 + 8 * 64 * 264
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_flex_attention_gets_the_same_mask_in_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_blocks, "BLOCK", size)
+    for layout in LAYOUTS:
+        start, stop = layout.query_range
+        visible = _visible(layout)
+        partial, full = tree_blocks.tree_blocks(layout.row_ids, layout.segment_ids, start, stop)
+        for i, j in torch.cartesian_prod(*map(torch.arange, partial.shape)).tolist():
+            pairs = visible[i * size : (i + 1) * size, j * size : (j + 1) * size]
+            if full[i, j]:
+                assert pairs.all() and pairs.numel() == size * size and not partial[i, j]
+            elif not partial[i, j]:
+                assert not pairs.any()
+        fresh = Layout(layout.row_ids, layout.segment_ids, layout.queries)
+        q, k, v = (x.detach().transpose(1, 2) for x in _qkv(layout))
+        got = flex_attention(q, k, v, block_mask=fresh.block_mask, scale=SCALE, enable_gqa=True)
+        assert isinstance(got, Tensor)
+        want = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=SCALE, enable_gqa=True)
+        assert (got - want).abs().max() < 1e-5
+
+
+def test_blocks_of_rows_and_completions_that_see_nothing_of_each_other_are_skipped() -> None:
+    size = tree_blocks.BLOCK
+    rows = torch.tensor([0] * 4 * size + [1] * 2 * size)
+    segments = torch.tensor([0] * size + [1] * size + [2] * 2 * size + [0] * 2 * size)
+    partial, full = tree_blocks.tree_blocks(rows, segments, 0, len(rows))
+    assert torch.equal(partial, torch.eye(6, dtype=torch.bool))
+    assert full.nonzero().tolist() == [[1, 0], [2, 0], [3, 0], [3, 2], [5, 4]]

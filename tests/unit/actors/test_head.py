@@ -1,45 +1,82 @@
-"""Log-probabilities and entropies of tokens, against autograd through log_softmax."""
+"""The head: log-probabilities and entropies without logits, against the plain formula in float64."""
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from forge.actors.trainer import head
-from forge.actors.trainer.head import spread, token_logprobs
+from forge.actors.trainer.head import TokenHead, spread, token_logprobs
+
+DIM, VOCAB, TOKENS = 16, 300, 7
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 2**21], ids=["row by row", "at once"])
-def test_values_and_gradients_equal_log_softmax(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CHUNK_BYTES", chunk_bytes)
-    generator = torch.Generator().manual_seed(0)
-    logits = (4 * torch.randn(6, 50, generator=generator)).requires_grad_()
-    targets = torch.randint(50, (6,), generator=generator)
-    a, b = torch.randn(2, 6, generator=generator)
-
-    logprobs, entropy = token_logprobs(logits, targets, temperature=0.7)
-    (got,) = torch.autograd.grad((a * logprobs + b * entropy).sum(), logits)
-
-    log_p = torch.log_softmax(logits / 0.7, -1)
-    want_logprobs, want_entropy = log_p[range(6), targets], -(log_p.exp() * log_p).sum(-1)
-    (want,) = torch.autograd.grad((a * want_logprobs + b * want_entropy).sum(), logits)
-    assert (logprobs - want_logprobs).abs().max() < 1e-5
-    assert (entropy - want_entropy).abs().max() < 1e-5
-    assert (got - want).abs().max() < 1e-5
+def _made(dtype: torch.dtype = torch.float32) -> tuple[TokenHead, Tensor, Tensor]:
+    torch.manual_seed(0)
+    module = TokenHead(TokenHead.Config(in_features=DIM, out_features=VOCAB))
+    nn.init.normal_(module.weight)
+    hidden = torch.randn(1, TOKENS, DIM).to(dtype).requires_grad_()
+    return module, hidden, torch.randint(VOCAB, (1, TOKENS))
 
 
-def test_the_logits_are_left_as_they_were() -> None:
-    logits = torch.randn(3, 10, requires_grad=True)
-    before = logits.detach().clone()
-    logprobs, _ = token_logprobs(logits, torch.tensor([1, 2, 3]), temperature=2.0)
+def _plainly(hidden: Tensor, weight: Tensor, target_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    return log_p.gather(-1, target_ids[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("block_bytes", [1, 2**20], ids=["blocks", "at once"])
+@pytest.mark.parametrize(
+    "factors", [(1.0, 1.0), (1.0, None), (None, 1.0)], ids=["both", "logprobs", "entropies"]
+)
+def test_values_and_gradients_equal_the_plain_formula(
+    temperature: float,
+    block_bytes: int,
+    factors: tuple[float | None, float | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", block_bytes)
+    module, hidden, target_ids = _made()
+    weights = torch.randn(2, 1, TOKENS)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, module.weight)]
+    got = module(hidden, target_ids=target_ids, temperature=temperature)
+    want = _plainly(exact[0], exact[1], target_ids, temperature)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - theirs).abs().max() < 1e-5
+
+    def gradients(values: tuple[Tensor, Tensor], of: list[Tensor]) -> tuple[Tensor, ...]:
+        terms = [(w * v).sum() * f for w, v, f in zip(weights, values, factors, strict=True) if f is not None]
+        return torch.autograd.grad(torch.stack(terms).sum(), of)
+
+    grads, expected = gradients(got, [hidden, module.weight]), gradients(want, exact)
+    for mine, theirs in zip(grads, expected, strict=True):
+        assert (mine - theirs).abs().max() < 2e-5
+
+
+def test_logits_are_given_where_no_targets_are() -> None:
+    module, hidden, target_ids = _made()
+    logits = module(hidden)
+    assert torch.equal(logits, hidden @ module.weight.T)
+    for mine, theirs in zip(
+        module(hidden, target_ids=target_ids, temperature=2.0),
+        token_logprobs(logits[0], target_ids[0], 2.0),
+        strict=True,
+    ):
+        assert (mine[0] - theirs).abs().max() < 1e-5
+
+
+def test_under_autocast_products_are_rounded_and_the_gradient_of_the_weight_stays_float32() -> None:
+    module, hidden, target_ids = _made()
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, _ = module(hidden, target_ids=target_ids)
+        rounded = module(hidden).detach()
+    want, _ = token_logprobs(rounded[0], target_ids[0])
+    assert rounded.dtype == torch.bfloat16
+    assert (logprobs[0] - want).abs().max() < 1e-5  # of the same rounded logits, but exact from there
     logprobs.sum().backward()
-    assert torch.equal(logits, before)
-
-
-def test_an_entropy_that_no_loss_uses_costs_no_gradient() -> None:
-    logits = torch.randn(3, 10, requires_grad=True)
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 2, 3]))
-    (alone,) = torch.autograd.grad(logprobs.sum(), logits, retain_graph=True)
-    (with_entropy,) = torch.autograd.grad(logprobs.sum() + 0 * entropy.sum(), logits)
-    assert (alone - with_entropy).abs().max() < 1e-6
+    (exact,) = torch.autograd.grad(_plainly(hidden, module.weight, target_ids, 1.0)[0].sum(), module.weight)
+    assert module.weight.grad is not None and module.weight.grad.dtype == torch.float32
+    assert (module.weight.grad - exact).norm() < 0.02 * exact.norm()
 
 
 def test_values_return_to_their_unmasked_places() -> None:

@@ -32,6 +32,7 @@ from forge.actors._titan import (
     skip_param_init,
 )
 from forge.actors.trainer.attention import TreeAttention
+from forge.actors.trainer.head import TokenHead
 from forge.actors.trainer.hf_config import check_hf_config
 from forge.actors.trainer.hf_config import read_hf_config as read_hf_config
 
@@ -54,7 +55,9 @@ def model_spec(config: PretrainedConfig, seq_len: int) -> ModelSpec:
             param_init={"weight": skip_param_init if tied else weight},
         ),
         norm=_norm(config, config.hidden_size),
-        lm_head=_linear(config, config.hidden_size, config.vocab_size),
+        lm_head=TokenHead.Config(
+            in_features=config.hidden_size, out_features=config.vocab_size, param_init=_linear_init(config)
+        ),
         layers=[_layer(config, seq_len) for _ in range(config.num_hidden_layers)],
     )
     return ModelSpec(

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from forge.actors import _titan as titan
-from forge.actors.trainer.attention import RowLayout
 from forge.actors.trainer.checkpoint_files import load_weights
+from forge.actors.trainer.layout import Layout, stream_of
 from forge.actors.trainer.model import model_spec, read_hf_config
 from forge.actors.trainer.options import ParallelismOptions, TrainingOptions
 from forge.data_models import TrainInputs
@@ -142,15 +142,15 @@ class ShardedModel:
                 f"a prompt with its completion has {longest} tokens, training.seq_len is {self.seq_len}: "
                 "raise it, or ask for shorter completions"
             )
-        layout = RowLayout(inputs.segment_ids)
+        stream = stream_of(inputs)
         with self._computing():
             hidden = self.module(
-                inputs.input_ids.flatten()[layout.cells][None],
-                positions=inputs.positions.flatten()[layout.cells][None],
-                attention_masks=layout,
+                stream.tokens[None],
+                positions=stream.positions[None],
+                attention_masks=Layout(stream.row_ids, stream.segment_ids),
             )
             hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
-            chosen = hidden[0].index_select(0, layout.token_of_cell[source_ids])
+            chosen = hidden[0].index_select(0, stream.token_of_cell[source_ids])
             logits = self.module.lm_head(chosen[None])
             return (logits.full_tensor() if isinstance(logits, DTensor) else logits)[0]
 
