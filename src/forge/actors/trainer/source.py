@@ -29,7 +29,8 @@ class ModelSource:
     folder: Path | None  # None: random weights
 
     def load(self, tensors: Mapping[str, Tensor], seed: int) -> None:
-        """Fills tensors, by their Hugging Face names, or this process's shards of them.
+        """Fills tensors, by their Hugging Face names, or this process's shards of them; those on the meta
+        device are only checked.
 
         Raises AssetError naming the first tensor that the folder does not have as the model needs it.
         """
@@ -38,7 +39,8 @@ class ModelSource:
             return
         logger.warning("no hf_assets_path: the weights are random, drawn from seed %d", seed)
         for name, tensor in tensors.items():
-            fill(tensor, _draw(name, tensor, self.config.initializer_range, seed))
+            if tensor.device.type != "meta":
+                fill(tensor, _draw(name, tensor, self.config.initializer_range, seed))
 
     def save_companions(self, folder: Path, dtype: torch.dtype) -> None:
         """Writes what belongs beside exported weights of `dtype`: config.json, and the tokenizer if any."""
