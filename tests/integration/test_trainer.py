@@ -117,7 +117,7 @@ def test_two_passes_before_an_update_add_up(tiny_llama: Path) -> None:
         for inputs, targets in batches:
             await trainer.forward_backward([inputs], [targets])
             alone.append({name: g.clone() for name, g in gradients_of(trainer).items()})
-            trainer.learner.model.module.zero_grad()
+            trainer.learner.forget()
         for inputs, targets in batches:
             await trainer.forward_backward([inputs], [targets])
         return alone, gradients_of(trainer)

@@ -126,4 +126,4 @@ async def start_reference(folder: Path, dtype: str = "float32") -> ReferenceMode
 def gradients_of(trainer: TitanTrainer) -> dict[str, Tensor]:
     """By their Hugging Face names."""
     model = trainer.learner.model
-    return model.adapter.to_hf({name: p.grad for name, p in model.module.named_parameters()})
+    return model.adapter.to_hf({name: p.grad for part in model.parts for name, p in part.named_parameters()})

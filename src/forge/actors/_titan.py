@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     torchtitan.tools.utils.device_type = "cpu"
     torchtitan.tools.utils.device_module = torch.cpu
 
+from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
 from torchtitan.components.optimizer import (
     LRSchedulersContainer,
     OptimizersContainer,
@@ -25,6 +26,7 @@ from torchtitan.config import (
     TrainingConfig,
 )
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.distributed.utils import (
     clip_grad_norm_,
@@ -44,13 +46,17 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.utils import get_local_device, set_default_dtype
 
 __all__ = [
+    "MODEL",
     "TORCH_DTYPE_MAP",
+    "AsyncMode",
+    "CheckpointManager",
     "CommConfig",
     "CompileConfig",
     "CosSinRoPE",
     "DebugConfig",
     "Embedding",
     "FlexAttention",
+    "FullAC",
     "GQAttention",
     "LRSchedulersContainer",
     "Linear",
@@ -64,6 +70,7 @@ __all__ = [
     "Qwen3StateDictAdapter",
     "Qwen3TransformerBlock",
     "RMSNorm",
+    "SelectiveAC",
     "TrainingConfig",
     "clip_grad_norm_",
     "get_local_device",

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from forge.actors.trainer.checkpoint_files import replacing, save_companions, save_weights, whole
-from forge.actors.trainer.head import token_logprobs
+from forge.actors.trainer.checkpoint_files import replacing, save_weights
+from forge.actors.trainer.feed import Query
 from forge.actors.trainer.loss_pass import Loss, as_floats, loss_of, normalizer_of
 from forge.actors.trainer.micro_batch import (
     MicroBatch,
@@ -23,7 +23,9 @@ from forge.actors.trainer.micro_batch import (
     to_device,
 )
 from forge.actors.trainer.options import TrainerOptions
+from forge.actors.trainer.readout import Readout
 from forge.actors.trainer.sharded import ShardedModel
+from forge.actors.trainer.source import ModelSource
 from forge.actors.trainer.tally import Tally
 from forge.actors.trainer.update import Update
 from forge.data_models import ForwardBackwardResult, TrainInputs, TrainTargets
@@ -43,14 +45,23 @@ class Learner:
     """Model, loss and optimizer of one rank. Every rank must make the same calls in the same order."""
 
     def __init__(
-        self, folder: Path, options: TrainerOptions, loss: Loss, *, world_size: int, seed: int
+        self, source: ModelSource, options: TrainerOptions, loss: Loss, *, world_size: int, seed: int
     ) -> None:
         self.model = ShardedModel(
-            folder, options.training, options.parallelism, world_size=world_size, seed=seed
+            source, options.training, options.parallelism, world_size=world_size, seed=seed
         )
         self.loss = loss
-        self.accumulation_steps = options.training.gradient_accumulation_steps
-        self.update = Update(self.model.module, options.optimizer, options.lr_scheduler, options.training)
+        # a pipeline that has fewer micro-batches than processes leaves some of them idle
+        self.num_micro_batches = max(
+            options.training.gradient_accumulation_steps, options.parallelism.pipeline_parallel_degree
+        )
+        self.update = Update(
+            self.model.parts,
+            options.optimizer,
+            options.lr_scheduler,
+            options.training,
+            self.model.job.pp_mesh,
+        )
         self._pending: list[TrainTargets] = []  # those whose gradients wait for an update
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> ForwardBackwardResult:
@@ -59,24 +70,45 @@ class Learner:
         Raises NotFinite, on every rank, naming the episodes whose loss is not finite; gathered gradients are
         then dropped.
         """
+        result = self._run(batches, backward=True)
+        self._pending += [targets for _, targets in batches]
+        return result
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> ForwardBackwardResult:
+        """The same loss and metrics; no gradient is added, none dropped, and a loss may be NaN."""
+        return self._run(batches, backward=False)
+
+    def _run(self, batches: Sequence[MicroBatch], *, backward: bool) -> ForwardBackwardResult:
         normalize_by = normalizer_of(self.loss)
         total = sum(count(targets, normalize_by) for _, targets in batches)
         if total == 0:
             raise ForgeError("a batch without a single unmasked target can't be trained on")
+        for inputs, _ in batches:
+            self.model.check(inputs)
         # on every rank the same number, as sharded passes need
-        n = min(self.accumulation_steps, *(len(inputs.input_ids) for inputs, _ in batches))
-        tally = Tally()
-        for part in split_micro_batches(*batches[self.model.dp_rank], n):
-            weight = count(part[1], normalize_by) / total
-            loss, metrics = loss_of(self.model, self.loss, to_device(part, self.model.device))
-            (loss * weight).backward()
-            tally.add(float(loss.detach()), as_floats(metrics), weight)
-        self._pending += [targets for _, targets in batches]
-        tallies = self._gather(tally)
-        self._check_losses(tallies, batches, n)
+        n = min(self.num_micro_batches, *(len(inputs.input_ids) for inputs, _ in batches))
+        own = split_micro_batches(*batches[self.model.job.dp_rank], n)
+        tallies = self._tally([(part, count(part[1], normalize_by) / total) for part in own], backward)
+        if backward:
+            self._check_losses(tallies, batches, n)
         everything = Tally.merge(tallies)
         everything.metrics["num_tokens"] = float(sum(count(targets, "tokens") for _, targets in batches))
         return ForwardBackwardResult(sum(everything.losses), everything.metrics)
+
+    def _tally(self, weighted: Sequence[tuple[MicroBatch, float]], backward: bool) -> list[Tally]:
+        """Runs this rank's micro-batches with their weights; returns every data-parallel rank's tally."""
+        parts = [to_device(part, self.model.device) for part, _ in weighted]
+        tally = Tally()
+
+        def read(i: int, readout: Readout) -> Tensor:
+            loss, metrics = loss_of(readout, self.loss, parts[i][1])
+            tally.add(float(loss.detach()), as_floats(metrics), weighted[i][1])
+            return loss * weighted[i][1]
+
+        queries = [Query(inputs, targets.source_ids[targets.loss_mask.bool()]) for inputs, targets in parts]
+        self.model.run(queries, read, backward=backward)
+        job = self.model.job
+        return job.from_head(job.gather(tally))
 
     def optim_step(self) -> dict[str, float]:
         """Updates the weights: grad_norm (before clipping) and lr.
@@ -94,13 +126,11 @@ class Learner:
         self._pending = []
         return {"grad_norm": grad_norm, "lr": lr}
 
-    @torch.no_grad()
     def score(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> log-probabilities [T - 1] float32 of each but the first, given those before it."""
         tokens = token_ids.to(self.model.device)[None]
         inputs = TrainInputs(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], tokens * 0)
-        logits = self.model.logits(inputs, inputs.positions[0, :-1])
-        return token_logprobs(logits, tokens[0, 1:])[0].cpu()
+        return self.model.logprobs(inputs, inputs.positions[0, :-1], tokens[0, 1:])
 
     @torch.no_grad()
     def copy_weights(self) -> dict[str, Tensor]:
@@ -114,21 +144,13 @@ class Learner:
     def export(self, folder: Path, *, write: bool) -> None:
         """A Hugging Face folder in the computing dtype; one rank writes it, all must call."""
         dtype = self.model.dtype
-        tensors = {name: whole(t.to(dtype)).cpu() for name, t in self.model.hf_tensors().items()}
+        tensors = {name: t.cpu() for name, t in self.model.whole_tensors(dtype) if write}
         if write:
             with replacing(folder) as new:
                 save_weights(tensors, new)
-                save_companions(self.model.folder, new, dtype)
+                self.model.source.save_companions(new, dtype)
         if dist.is_initialized():
             dist.barrier()
-
-    def _gather(self, tally: Tally) -> list[Tally]:
-        """The tallies of all data-parallel ranks, in their order."""
-        if self.model.dp_mesh is None:
-            return [tally]
-        tallies: list[Tally] = [tally] * self.model.dp_size
-        dist.all_gather_object(tallies, tally, group=self.model.dp_mesh.get_group())
-        return tallies
 
     def _check_losses(self, tallies: Sequence[Tally], batches: Sequence[MicroBatch], n: int) -> None:
         bad = [

@@ -6,9 +6,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from forge.actors.trainer.head import spread, token_logprobs
-from forge.actors.trainer.micro_batch import MicroBatch, NormalizeBy
-from forge.actors.trainer.sharded import ShardedModel
+from forge.actors.trainer.head import spread
+from forge.actors.trainer.micro_batch import NormalizeBy
+from forge.actors.trainer.readout import Readout
+from forge.data_models import TrainTargets
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """(logits, target_ids, advantages, generator_logprobs, loss_mask, ref_logprobs) -> (loss, metrics)."""
@@ -39,21 +40,22 @@ def normalizer_of(loss: Loss) -> NormalizeBy:
     return getattr(loss, "normalize_by", "sequences")
 
 
-def loss_of(model: ShardedModel, loss: Loss, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of one micro-batch (on the model's device), a scalar to call backward on, and its metrics."""
-    inputs, targets = batch
+def loss_of(readout: Readout, loss: Loss, targets: TrainTargets) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one micro-batch (on the model's device), a scalar to call backward on, and its metrics.
+
+    readout: of the sources of the unmasked targets, in their order.
+    """
     mask = targets.loss_mask.bool()
-    logits = model.logits(inputs, targets.source_ids[mask])
-    if not len(logits):  # nothing to learn here, but every process must run the same passes
-        return logits.sum() * 0.0, {}
+    if not mask.any():  # nothing to learn here, but every process must run the same passes
+        return readout.nothing(), {}
     if isinstance(loss, LogprobsLoss):
-        scores = token_logprobs(logits, targets.target_ids[mask], targets.temperature)
+        scores = readout.logprobs(targets.target_ids[mask], targets.temperature)
         logprobs, entropy = (spread(score, mask) for score in scores)
         return loss.from_logprobs(
             logprobs, entropy, targets.advantages, targets.generator_logprobs, mask, targets.ref_logprobs
         )
     return loss(
-        spread(logits.float() / targets.temperature, mask),
+        spread(readout.logits().float() / targets.temperature, mask),
         targets.target_ids,
         targets.advantages,
         targets.generator_logprobs,

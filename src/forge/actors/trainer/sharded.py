@@ -1,29 +1,29 @@
-"""A model built from a Hugging Face folder, shared out over this job's processes and loaded."""
+"""A model shared out over this job's processes and loaded, and passes through it."""
 
-import contextlib
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from forge.actors import _titan as titan
-from forge.actors.trainer.checkpoint_files import load_weights
-from forge.actors.trainer.layout import Layout, stream_of
-from forge.actors.trainer.model import model_spec, read_hf_config
+from forge.actors.trainer.checkpoint_files import whole
+from forge.actors.trainer.feed import Feed, Query, feed_of
+from forge.actors.trainer.job import Job
+from forge.actors.trainer.model import model_spec
 from forge.actors.trainer.options import ParallelismOptions, TrainingOptions
+from forge.actors.trainer.parts import build_parts, build_whole
+from forge.actors.trainer.pipeline import Pipeline
+from forge.actors.trainer.readout import Readout
+from forge.actors.trainer.source import ModelSource
 from forge.data_models import TrainInputs
 from forge.errors import ForgeError
 
-SPMD_BACKEND = "partial_dtensor"
-"""The backend of torchtitan 0.3 that works with torch 2.13 on more than one process."""
+Read = Callable[[int, Readout], Tensor]
+"""What is wanted of the model's answer to a query, of which the number is given."""
 
 
 class ShardedModel:
@@ -36,7 +36,7 @@ class ShardedModel:
 
     def __init__(
         self,
-        folder: Path,
+        source: ModelSource,
         training: TrainingOptions,
         parallelism: ParallelismOptions,
         *,
@@ -44,131 +44,143 @@ class ShardedModel:
         trainable: bool = True,
         seed: int = 0,
     ) -> None:
+        """Raises ConfigError where the model can't be cut as `parallelism` says."""
         parallelism.check(world_size)
-        self.folder = folder
+        parallelism.check_model(source.config)
+        self.source = source
         self.seq_len = training.seq_len
         self.dtype = titan.TORCH_DTYPE_MAP[training.dtype]
-        self.device = _local_device()
-        spec = model_spec(read_hf_config(folder), training.seq_len)
-        layout = titan.ParallelismConfig(
-            tensor_parallel_degree=parallelism.tensor_parallel_degree,
-            data_parallel_shard_degree=parallelism.data_parallel_shard_degree,
-            data_parallel_replicate_degree=parallelism.data_parallel_replicate_degree,
-            enable_sequence_parallel=False,  # rows need not divide by the degree
-            spmd_backend=SPMD_BACKEND,
-        )
-        titan.set_spmd_backend(SPMD_BACKEND)
-        self._owns_process_group = world_size > 1 and not dist.is_initialized()
-        if world_size > 1:
-            titan.init_distributed(titan.CommConfig(trace_buf_size=0))
-        self.dims = titan.ParallelDims.from_config(layout, world_size)
-        if world_size > 1:
-            self.dims.build_mesh()
-        titan.set_determinism(
-            self.dims, self.device, titan.DebugConfig(seed=seed), distinct_seed_mesh_dims=["pp"]
-        )
-        self._spmd_context = titan.get_spmd_context(parallel_dims=self.dims)
+        spec = model_spec(source.config, training.seq_len)
+        self.job = Job(parallelism, world_size=world_size, seed=seed, cpu_offload=training.cpu_offload)
         self._autocast = world_size == 1 and self.dtype != torch.float32
-        self.module = self._build(spec, layout, training)
-        self.module.train(trainable).requires_grad_(trainable)
+        whole = build_whole(spec, self.job)
         assert spec.state_dict_adapter is not None
         self.adapter = spec.state_dict_adapter(spec.model, None)
-        load_weights(self.hf_tensors(), folder)
+        names = self.adapter.to_hf(whole.state_dict())
+        self.parts = build_parts(whole, spec, self.job, training)
+        for part in self.parts:
+            part.train(trainable).requires_grad_(trainable)
+        # tensors of other stages are checked, and not filled: they are on the meta device
+        source.load({**names, **self.hf_tensors()}, seed)
         if self._autocast and not trainable:
             self._round_projections()
-
-    def _build(
-        self, spec: titan.ModelSpec, layout: titan.ParallelismConfig, training: TrainingOptions
-    ) -> titan.Qwen3Model:
-        spec.model.update_from_config(config=SimpleNamespace(parallelism=layout))
-        with torch.device("meta"), titan.set_default_dtype(torch.float32):
-            module = spec.model.build()
-        parallelize = spec.parallelize_fn
-        if self.dims.world_size == 1:  # nothing to shard: FSDP would only copy
-            parallelize = partial(parallelize, skip_dp=True)
-        module = parallelize(
-            module,
-            parallel_dims=self.dims,
-            training=titan.TrainingConfig(
-                seq_len=training.seq_len, mixed_precision_param=training.dtype, disable_cuda_graphs=True
-            ),
-            parallelism=layout,
-            compile_config=titan.CompileConfig(),
-            ac_config=None,
-            dump_folder="",
-        )
-        if self.device.type == "cpu":  # gloo can't scale while it reduces; to scale by 1 is all that is asked
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.set_force_sum_reduction_for_comms(True)
-        module.to_empty(device=self.device)
-        with torch.no_grad():
-            module.init_weights()  # the buffers; all weights are loaded over
-        module._skip_lm_head = True  # logits are computed where they are asked for only
-        return module
+        self._pipeline = None
+        if self.job.pp_mesh is not None:
+            self._pipeline = Pipeline(self.parts, self.job, spec.model.dim, self.dtype)
 
     def _round_projections(self) -> None:
         """Stores rounded what autocast would round in every pass: equal numbers in less time and memory."""
-        for part in self.module.modules():
-            if isinstance(part, titan.Linear):
-                for name, value in part.named_parameters():
-                    setattr(part, name, nn.Parameter(value.to(self.dtype), requires_grad=False))
+        for module in self._modules():
+            if isinstance(module, titan.Linear):
+                for name, value in module.named_parameters():
+                    setattr(module, name, nn.Parameter(value.to(self.dtype), requires_grad=False))
+
+    def _modules(self) -> list[nn.Module]:
+        return [module for part in self.parts for module in part.modules()]
 
     @property
-    def dp_mesh(self) -> DeviceMesh | None:
-        """The processes that hold different data; None when all hold the same."""
-        return self.dims.get_optional_mesh("batch") if self.dims.world_size > 1 else None
-
-    @property
-    def dp_size(self) -> int:
-        return self.dims.dp_replicate * self.dims.dp_shard
-
-    @property
-    def dp_rank(self) -> int:
-        return self.dp_mesh.get_local_rank() if self.dp_mesh is not None else 0
+    def device(self) -> torch.device:
+        return self.job.device
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """The live weights by their Hugging Face names, or this process's shards of them; tied ones once."""
-        return self.adapter.to_hf(self.module.state_dict())
+        """The live weights by their Hugging Face names, or this process's part of them; tied ones once."""
+        return self.adapter.to_hf({n: t for part in self.parts for n, t in part.state_dict().items()})
 
-    def logits(self, inputs: TrainInputs, source_ids: Tensor) -> Tensor:
-        """Logits [M, V] of the tokens that follow the cells `source_ids` [M] (row * L + column) of `inputs`.
+    @torch.no_grad()
+    def whole_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every weight in full, by its Hugging Face name; every process must go through all of them."""
+        mesh = self.job.pp_mesh
+        own = self.hf_tensors()
+        shapes = [{name: tensor.shape for name, tensor in own.items()}]
+        if mesh is not None:
+            shapes *= mesh.size()
+            dist.all_gather_object(shapes, shapes[0], group=mesh.get_group())
+        for stage, parts in enumerate(shapes):
+            for name, shape in parts.items():
+                if name in own:
+                    tensor = whole(own[name].to(dtype))
+                else:
+                    tensor = torch.empty(shape, dtype=dtype, device=self.device)
+                if mesh is not None:
+                    dist.broadcast(tensor, group=mesh.get_group(), group_src=stage)
+                yield name, tensor
 
-        Tensors must be on `device`. Every process of the job must call it equally often.
-        """
+    def check(self, inputs: TrainInputs) -> None:
+        """Raises ForgeError for text that is longer than the model was built for."""
         longest = int(inputs.positions.max()) + 1
         if longest > self.seq_len:
             raise ForgeError(
                 f"a prompt with its completion has {longest} tokens, training.seq_len is {self.seq_len}: "
                 "raise it, or ask for shorter completions"
             )
-        stream = stream_of(inputs)
-        with self._computing():
-            hidden = self.module(
-                stream.tokens[None],
-                positions=stream.positions[None],
-                attention_masks=Layout(stream.row_ids, stream.segment_ids),
-            )
-            hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
-            chosen = hidden[0].index_select(0, stream.token_of_cell[source_ids])
-            logits = self.module.lm_head(chosen[None])
-            return (logits.full_tensor() if isinstance(logits, DTensor) else logits)[0]
 
-    @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
-        with self._spmd_context(), torch.autocast(self.device.type, self.dtype, enabled=self._autocast):
-            yield
+    def run(self, queries: Sequence[Query], read: Read, *, backward: bool) -> None:
+        """One pass for each query, whose tensors are on `device`; every process must have as many.
+
+        read: called on the processes with the head only (see Job.has_head), for each query once, in order.
+        backward: adds the gradients of the scalars that it returns to those of the weights.
+        """
+        with self.job.running(), torch.set_grad_enabled(backward):
+            if self._pipeline is not None:
+                feed = self._feed(queries, self._pipeline.num_streams(len(queries)))
+                self._pipeline.run(feed, partial(self._read, feed, read), backward=backward)
+            else:
+                for i, query in enumerate(queries):
+                    feed = self._feed([query])
+                    hidden = self._compute(self.parts[0], feed.tokens, **feed.masks)
+                    value = self._read(feed, lambda _, readout, i=i: read(i, readout), 0, hidden)
+                    if backward:
+                        value.backward()
+        if not backward:  # FSDP leaves gathered what it expects a backward pass of
+            for module in self._modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _feed(self, queries: Sequence[Query], num_streams: int = 0) -> Feed:
+        mesh = self.job.cp_mesh
+        if mesh is None:
+            return feed_of(queries, num_streams=num_streams)
+        return feed_of(queries, num_streams=num_streams, part=mesh.get_local_rank(), num_parts=mesh.size())
+
+    def _compute(self, module: nn.Module, *args: Tensor, **kwargs: Any) -> Any:
+        with torch.autocast(self.device.type, self.dtype, enabled=self._autocast):
+            return module(*args, **kwargs)
+
+    def _read(self, feed: Feed, read: Read, i: int, hidden: Tensor) -> Tensor:
+        own, places = feed.own(i, hidden)
+        is_padding = i >= len(feed.source_ids)
+        size = 0 if is_padding else len(feed.source_ids[i])
+        group = self.job.cp_mesh.get_group() if self.job.cp_mesh is not None else None
+        head = partial(self._compute, self.parts[-1].get_submodule("lm_head"))
+        readout = Readout(head, own, places, size, group)
+        return readout.nothing() if is_padding else read(i, readout)
+
+    @torch.no_grad()
+    def logits(self, inputs: TrainInputs, source_ids: Tensor) -> Tensor:
+        """Logits [M, V], on the CPU, of the tokens that follow the cells `source_ids` [M] (row * L + column).
+
+        What is given must be on `device`. Every process of the job must call it equally often.
+        """
+        return self._ask(inputs, source_ids, lambda readout: readout.logits())
+
+    @torch.no_grad()
+    def logprobs(
+        self, inputs: TrainInputs, source_ids: Tensor, target_ids: Tensor, temperature: float = 1.0
+    ) -> Tensor:
+        """The same for log-probabilities [M] float32 of `target_ids` [M] as the tokens that follow."""
+        return self._ask(inputs, source_ids, lambda readout: readout.logprobs(target_ids, temperature)[0])
+
+    def _ask(self, inputs: TrainInputs, source_ids: Tensor, question: Callable[[Readout], Tensor]) -> Tensor:
+        self.check(inputs)
+        answers: list[Tensor] = []
+
+        def read(_: int, readout: Readout) -> Tensor:
+            answers.append(question(readout).cpu())
+            return answers[0]
+
+        self.run([Query(inputs, source_ids)], read, backward=False)
+        return self.job.from_head(answers)[0]
 
     def close(self) -> None:
         """Leaves the job's other processes."""
-        if self._owns_process_group:
-            dist.destroy_process_group()
-
-
-def _local_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    os.environ.setdefault("LOCAL_RANK", "0")
-    device = titan.get_local_device()
-    torch.cuda.set_device(device)
-    return device
+        self.job.close()

@@ -1,7 +1,10 @@
 """From gathered gradients to new weights: clipping, optimizer, learning rate."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forge.actors import _titan as titan
@@ -9,16 +12,18 @@ from forge.actors.trainer.options import OptimizerOptions, SchedulerOptions, Tra
 
 
 class Update:
-    """torchtitan's optimizer and schedule containers over one model."""
+    """torchtitan's optimizer and schedule containers over the parts of one model."""
 
     def __init__(
         self,
-        module: nn.Module,
+        parts: Sequence[nn.Module],
         optimizer: OptimizerOptions,
         scheduler: SchedulerOptions,
         training: TrainingOptions,
+        pp_mesh: DeviceMesh | None = None,
     ) -> None:
-        self.parameters = list(module.parameters())
+        self.parameters = [parameter for part in parts for parameter in part.parameters()]
+        self.pp_mesh = pp_mesh  # of the processes that hold the other parts
         self.max_norm = training.max_grad_norm
         group = titan.ParamGroupConfig(
             pattern=".*",
@@ -32,14 +37,20 @@ class Update:
         )
         self.optimizers = titan.OptimizersContainer.Config(
             param_groups=[group], implementation="fused"
-        ).build(model_parts=[module])
+        ).build(model_parts=list(parts))
         self.schedulers = titan.LRSchedulersContainer.Config(
-            warmup_steps=scheduler.warmup_steps, decay_ratio=0.0
+            warmup_steps=scheduler.warmup_steps,
+            decay_ratio=0.0 if scheduler.decay == "constant" else None,  # None: all steps behind the warm-up
+            decay_type="linear" if scheduler.decay == "constant" else scheduler.decay,
+            min_lr_factor=scheduler.min_lr_factor,
         ).build(optimizers=self.optimizers, training_steps=max(training.steps, scheduler.warmup_steps))
 
     def clip(self) -> float:
-        """Scales the gradients down to the largest norm allowed; returns the norm they had, of all shards."""
-        return float(titan.clip_grad_norm_(self.parameters, self.max_norm, foreach=True))
+        """Scales the gradients down to the largest norm allowed; returns the norm they had, of all parts and
+        shards."""
+        return float(
+            titan.clip_grad_norm_(self.parameters, self.max_norm, foreach=True, pp_mesh=self.pp_mesh)
+        )
 
     def step(self) -> float:
         """Updates the weights and drops the gradients; returns the learning rate it used."""
