@@ -77,11 +77,11 @@ def live(life: Life) -> None:
     address |= {"LOCAL_RANK": life.rank, "WORLD_SIZE": life.world_size}
     os.environ.update({name: str(value) for name, value in address.items()})
     if life.dies_at is not None:
-        _die_at(*life.dies_at, life.folder)
+        die_at(*life.dies_at, life.folder)
     asyncio.run(_answer_calls(life))
 
 
-def _die_at(event: str, part: str, count: int, folder: Path) -> None:
+def die_at(event: str, part: str, count: int, folder: Path) -> None:
     """Kills this process right before it does something to a file for the n-th time."""
     left = count
 
@@ -127,7 +127,7 @@ async def _call(trainer: TitanTrainer, method: str, number: int | None, exported
         return await trainer.export(str(exported))
     batches: list[Any] = []
     if number is not None:
-        dp_size = trainer.learner.model.dp_size
+        dp_size = trainer.learner.model.job.dp_size
         made = [batch_of(completion_groups(10 * number + i), 6 * i) for i in range(dp_size)]
         if method == "broken_step":
             made[-1][1].advantages[0] = torch.nan

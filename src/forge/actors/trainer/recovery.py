@@ -1,24 +1,26 @@
 """Recovery: the trainer's work written down before it is done, so that after a kill it ends up the same.
 
-This is the small thing for a process that dies within a run, on its host and under its own layout; it is no
-checkpoint to keep, to move or to resume a run from.
+This is the small thing for a process that dies within a run, on its host and under its own layout.
+Checkpoints are the other: to keep, to move and to resume a run from.
 """
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from forge.actors.trainer.micro_batch import MicroBatch
 from forge.actors.trainer.snapshot import Snapshots
-from forge.actors.trainer.work import Answer, Failed, Method, Record, Unrecoverable, Work
+from forge.actors.trainer.steps import Steps
+from forge.actors.trainer.work import Answer, Failed, Method, Record, Standing, Unrecoverable, Work
 from forge.controller.journal import Journal
-from forge.data_models import ForwardBackwardResult
+from forge.data_models import ForwardBackwardResult, Progress
 from forge.errors import ActorFailure, ForgeError
 
 if TYPE_CHECKING:
+    from forge.actors.trainer.checkpoint import Checkpoints
     from forge.actors.trainer.learner import Learner
 
 logger = logging.getLogger(__name__)
@@ -34,12 +36,27 @@ class Recovery:
     rank writes its state to a file. A new process loads the newest snapshot that is whole and repeats what
     was written down since. The journal may hold more than is missing: numbers tell. A snapshot is written
     while the next batch is computed, as nothing but an optimizer step changes what it holds.
+
+    As long as there is no snapshot, a new process starts from what the first one started from: a checkpoint,
+    which is written down, or the model's own weights. That checkpoint is not deleted meanwhile.
     """
 
     def __init__(
-        self, learner: "Learner", folder: Path | None, *, rank: int, world_size: int, snapshot_every: int
+        self,
+        learner: "Learner",
+        folder: Path | None,
+        *,
+        rank: int,
+        world_size: int,
+        snapshot_every: int,
+        steps: Steps | None = None,
+        checkpoints: "Checkpoints | None" = None,
     ) -> None:
         self._learner, self._folder, self._rank = learner, folder, rank
+        self._steps = steps or Steps(learner)
+        self._checkpoints = checkpoints
+        self._state: dict[str, Any] = {}  # the caller's
+        self._base = 0  # the checkpoint that this run started from
         self._snapshot_every = snapshot_every
         self._snapshots = Snapshots(folder, rank=rank, world_size=world_size) if folder is not None else None
         self._journal: Journal | None = None  # of rank 0, once restored
@@ -57,12 +74,15 @@ class Recovery:
         return self._push_mark is not None and self._push_mark.exists()
 
     def restore(self) -> list[Work]:
-        """Loads the newest snapshot; returns what was done after it, for `repeat`. To be called once.
+        """Loads the newest snapshot, else the checkpoint that the run started or is to start from; returns
+        what was done after it, for `repeat`. To be called once.
 
-        Raises ActorFailure when a disk without room kept work from being written down.
+        Raises ActorFailure when a disk without room kept work from being written down, or when that
+        checkpoint is gone; ForgeError when all checkpoints are damaged.
         """
         self.restored = True
         if self._folder is None or self._snapshots is None:
+            self._load_checkpoint(note=None)
             return []
         self.others_pushed = self.pushed
         journal = Journal(self._folder / "journal")
@@ -72,9 +92,12 @@ class Recovery:
         number = self._snapshots.newest()
         if number:
             self._learner.allocate()
-            facts, self._answers = self._snapshots.read(number, self._learner.tensors())
+            facts, standing, self._answers = self._snapshots.read(number, self._learner.tensors())
             self._learner.resume(facts)
+            self._stand(standing)
             self._number = self._first = number
+        else:
+            self._load_checkpoint(note=self._folder / "checkpoint")
         since: list[Record] = [record for record in journal.records if record.number > number]
         self._failed = {record.number for record in since if isinstance(record, Failed)}
         self.meet()  # all have read before one of them writes
@@ -101,6 +124,7 @@ class Recovery:
         method: Method,
         batches: Sequence[MicroBatch] = (),
         version: int | None = None,
+        state: dict[str, Any] | None = None,
     ) -> Answer | None:
         """The answer to a call, which is that of the first time when the call is a repetition."""
         if call is not None and call in self._answers:
@@ -110,7 +134,7 @@ class Recovery:
             return answer
         if method == "push_weights" and self._push_mark is not None:
             self._push_mark.touch()
-        work = Work(self._number + 1, call, method, batches, version)
+        work = Work(self._number + 1, call, method, batches, version, state)
         self._write_down(work)
         try:
             return self._perform(work)
@@ -122,42 +146,55 @@ class Recovery:
 
     def close(self) -> None:
         """Returns when no file is being written any more."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         if self._snapshots is not None:
             self._snapshots.wait()
         if self._journal is not None:
             self._journal.close()
 
+    def progress(self) -> Progress:
+        """How far the trainer has come."""
+        return Progress(self._learner.num_steps, self._state)
+
     def _perform(self, work: Work) -> Answer | None:
         self._number = work.number
+        num_steps = self._learner.num_steps
         try:
             answer = self._compute(work)
         except Exception as error:  # gathered gradients go with it; raised again
-            self._learner.forget()
+            self._steps.forget()
             if isinstance(error, ForgeError):
                 self._keep(work.call, error)
             raise
         if answer is not None:
             self._keep(work.call, answer)
-        if work.method in ("train_step", "optim_step"):
-            self._maybe_snapshot()
+        if self._learner.num_steps > num_steps:
+            self._save_if_due()
         return answer
 
     def _compute(self, work: Work) -> Answer | None:
+        answer = None
         match work.method:
             case "train_step":
-                result = self._learner.forward_backward(work.batches)
-                return ForwardBackwardResult(result.loss, {**result.metrics, **self._update()})
+                result = self._steps.forward_backward(work.batches)
+                answer = ForwardBackwardResult(result.loss, {**result.metrics, **self._update()})
             case "forward_backward":
-                return self._learner.forward_backward(work.batches)
+                answer = self._steps.forward_backward(work.batches)
             case "optim_step":
-                return self._update()
+                answer = self._update()
+            case "save_checkpoint":
+                self._save_checkpoint(work.state)
             case "push_weights":
-                return None
+                pass
+        if work.state is not None:
+            self._state = work.state
+        return answer
 
     def _update(self) -> dict[str, float]:
         if self._snapshots is not None:
             self._snapshots.wait()  # it reads the weights
-        return self._learner.optim_step()
+        return self._steps.optim_step()
 
     def _keep(self, call: str | None, answer: Answer | ForgeError) -> None:
         if call is not None:
@@ -165,11 +202,46 @@ class Recovery:
             while len(self._answers) > _KEPT_ANSWERS:
                 del self._answers[next(iter(self._answers))]
 
-    def _maybe_snapshot(self) -> None:
-        every = self._snapshot_every
-        if self._snapshots is not None and every and self._learner.num_steps % every == 0:
-            facts = (self._learner.facts(), self._answers)
+    def _save_if_due(self) -> None:
+        """After an update."""
+        every, step = self._snapshot_every, self._learner.num_steps
+        if self._snapshots is not None and every and step % every == 0:
+            facts = (self._learner.facts(), self._standing(), self._answers)
             self._snapshots.begin(self._number, facts, self._learner.tensors())
+        if self._checkpoints is not None and self._checkpoints.is_due(step):
+            self._checkpoints.save(self._standing(), self._needed)
+
+    def _save_checkpoint(self, state: dict[str, Any] | None) -> None:
+        if self._checkpoints is None:
+            raise ForgeError("save_checkpoint needs checkpoint.folder: give the trainer one")
+        if self._steps.under_way:
+            raise ForgeError(
+                "save_checkpoint came between forward_backward and optim_step, and gathered gradients are in "
+                "no checkpoint: call it after optim_step"
+            )
+        if state is not None:
+            self._state = state
+        self._checkpoints.save(self._standing(), self._needed)
+        self._checkpoints.wait()
+
+    def _load_checkpoint(self, note: Path | None) -> None:
+        """note: the file that says which one the run started from; None: there can't be one."""
+        if self._checkpoints is not None:
+            self._base = self._checkpoints.base(note)
+            if self._base:
+                self._stand(self._checkpoints.load(self._base))
+
+    @property
+    def _needed(self) -> list[int]:
+        """The checkpoints that a process may have to start from that takes this one's place."""
+        has_snapshot = self._snapshots is None or self._snapshots.newest() > 0
+        return [] if has_snapshot else [self._base]
+
+    def _standing(self) -> Standing:
+        return Standing(self._steps.num_skipped, self._state)
+
+    def _stand(self, standing: Standing) -> None:
+        self._steps.num_skipped, self._state = standing.num_skipped, standing.state
 
     def _write_down(self, record: Record) -> None:
         if self._journal is None or self._snapshots is None:

@@ -12,12 +12,12 @@ from forge.actors.trainer.micro_batch import MicroBatch, from_text
 from forge.actors.trainer.options import trainer_options
 from forge.actors.trainer.pushes import clear_unfinished, push, pushed_versions, to_push_again
 from forge.controller import ForgeActor, Runtime, call_id, endpoint
-from forge.data import assets
 from forge.data_models import ForwardBackwardResult, Progress, TextTrainBatch, TrainInputs, TrainTargets
 from forge.errors import ConfigError, ForgeError
 from forge.observability import record
 
 if TYPE_CHECKING:
+    from forge.actors.trainer.checkpoint import Checkpoints
     from forge.actors.trainer.learner import Learner
     from forge.actors.trainer.loss_pass import Loss
     from forge.actors.trainer.recovery import Recovery
@@ -38,6 +38,12 @@ class TitanTrainer(ForgeActor):
     When one of its processes is killed, those that take their place go on from the same weights, optimizer
     state, schedule and random numbers, to the bit where the device computes the same numbers twice: no batch
     is lost and none trained twice. See forge.actors.trainer.recovery.
+
+    With `checkpoint.folder` another run, under any parallel layout, goes on from where this one was, and
+    `progress` tells how far that is. See forge.actors.trainer.checkpoint_options.
+
+    A step whose loss or gradient is NaN or infinite is skipped: its result has the metric "skipped", and its
+    batch is written to a file that forge.actors.trainer.bad_batches.load_bad_batch reads.
     """
 
     compute_bound: ClassVar[bool] = True
@@ -53,6 +59,7 @@ class TitanTrainer(ForgeActor):
         lr_scheduler: Mapping[str, Any] | None = None,
         training: Mapping[str, Any] | None = None,
         parallelism: Mapping[str, Any] | None = None,
+        checkpoint: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         """The keys of each section stand in forge.actors.trainer.options; the folder decides the model.
@@ -72,8 +79,9 @@ class TitanTrainer(ForgeActor):
             lr_scheduler=lr_scheduler or {},
             training=training or {},
             parallelism=parallelism or {},
+            checkpoint=checkpoint or {},
         )
-        self.config.parallelism.check(self.world_size)
+        self.config.check(self.world_size)
         self.loss = loss
         self.seed = seed
 
@@ -93,19 +101,42 @@ class TitanTrainer(ForgeActor):
     def _build(self) -> None:
         from forge.actors.trainer.learner import Learner  # takes seconds: torchtitan
         from forge.actors.trainer.recovery import Recovery
+        from forge.actors.trainer.source import resolve_model
+        from forge.actors.trainer.steps import Steps
 
-        folder = assets.fetch(self.config.model.hf_assets_path)
-        self.learner = Learner(folder, self.config, self.loss, world_size=self.world_size, seed=self.seed)
+        source = resolve_model(self.config.model)
+        self.learner = Learner(source, self.config, self.loss, world_size=self.world_size, seed=self.seed)
         self.recovery = Recovery(
             self.learner,
             self.state_dir,
             rank=self.rank,
             world_size=self.world_size,
             snapshot_every=self.config.training.snapshot_every,
+            steps=Steps(
+                self.learner,
+                max_skipped=self.config.training.max_skipped_steps,
+                folder=self._bad_batch_folder(),
+                rank=self.rank,
+            ),
+            checkpoints=self._checkpoints(),
         )
 
+    def _checkpoints(self) -> "Checkpoints | None":
+        from forge.actors.trainer.checkpoint import Checkpoints
+
+        options = self.config.checkpoint
+        return Checkpoints(self.learner, options, rank=self.rank) if options.folder is not None else None
+
+    def _bad_batch_folder(self) -> Path | None:
+        if self.config.training.bad_batch_folder is not None:
+            return Path(self.config.training.bad_batch_folder)
+        if self.config.checkpoint.folder is not None:
+            return Path(self.config.checkpoint.folder) / "bad_batches"
+        return self.state_dir / "bad_batches" if self.state_dir is not None else None
+
     async def catch_up(self) -> None:
-        """Brings a trainer that takes the place of a killed one to where that one was."""
+        """Brings a trainer to where its checkpoint was, and one that takes the place of a killed one to where
+        that one was."""
         if not self.recovery.restored:
             await self._repeat_lost_work()
 
@@ -132,29 +163,37 @@ class TitanTrainer(ForgeActor):
             await self.run_blocking(self.learner.model.close)
 
     @endpoint(retry=True)
-    async def train_step(self, inputs: Inputs, targets: Targets = None) -> ForwardBackwardResult:
+    async def train_step(
+        self, inputs: Inputs, targets: Targets = None, state: dict[str, Any] | None = None
+    ) -> ForwardBackwardResult:
         """One optimizer step on one batch; the metrics also hold grad_norm, lr and num_tokens.
 
-        Raises ForgeError naming the episodes where the loss or the gradient is not finite; the weights are
-        then those of before.
+        state: what `progress` is to return when a run resumes after this step: a position in the data, say.
+        Where the loss or the gradient is not finite, weights, optimizer and schedule stay as they were: the
+        result has the metric "skipped", and after `training.max_skipped_steps` of these in a row the next one
+        raises NotFinite, naming the episodes.
         """
         batches = self._batches(inputs, targets)
-        result = await self.run_blocking(self.recovery.do, call_id(), "train_step", batches)
+        result = await self.run_blocking(self.recovery.do, call_id(), "train_step", batches, state=state)
         self._record(result)
         return result
 
     @endpoint(retry=True)
     async def forward_backward(self, inputs: Inputs, targets: Targets = None) -> ForwardBackwardResult:
-        """Adds one batch's gradient to those gathered since the last `optim_step`; an error drops them."""
+        """Adds one batch's gradient to those gathered since the last `optim_step`; an error drops them.
+
+        One that is not finite makes that `optim_step` skip the step.
+        """
         batches = self._batches(inputs, targets)
         result = await self.run_blocking(self.recovery.do, call_id(), "forward_backward", batches)
         self._record(result)
         return result
 
     @endpoint(retry=True)
-    async def optim_step(self) -> dict[str, float]:
-        """Clips the gathered gradients, updates the weights, advances the schedule: grad_norm and lr."""
-        update = await self.run_blocking(self.recovery.do, call_id(), "optim_step")
+    async def optim_step(self, state: dict[str, Any] | None = None) -> dict[str, float]:
+        """Clips the gathered gradients, updates the weights, advances the schedule: grad_norm and lr; only
+        "skipped" when the step is skipped. state: as in `train_step`."""
+        update = await self.run_blocking(self.recovery.do, call_id(), "optim_step", state=state)
         if self.rank == 0:
             record("trainer", **update)
         return update
@@ -168,17 +207,17 @@ class TitanTrainer(ForgeActor):
     @endpoint(retry=True)
     async def progress(self) -> Progress:
         """The optimizer steps done, and the `state` given with the last of them, over all restarts."""
-        return Progress(self.learner.num_steps)
+        return await self.run_blocking(self.recovery.progress)
 
     @endpoint(retry=True)
     async def save_checkpoint(self, state: dict[str, Any] | None = None) -> None:
         """Saves all that the next step depends on, beside the saves every `checkpoint.interval` steps.
 
         state: what `progress` returns after a resume; None: that of the last step. Returns when the
-        checkpoint is complete. Raises ForgeError without `checkpoint.folder`, between `forward_backward` and
-        `optim_step`, and when it can't be written.
+        checkpoint is complete; before the first step there is nothing to save. Raises ForgeError without
+        `checkpoint.folder`, between `forward_backward` and `optim_step`, and when it can't be written.
         """
-        raise ForgeError("save_checkpoint needs checkpoint.folder: give the trainer one")
+        await self.run_blocking(self.recovery.do, call_id(), "save_checkpoint", state=state)
 
     @endpoint(retry=True)
     async def score(self, token_ids: Sequence[int]) -> Tensor:
@@ -208,7 +247,7 @@ class TitanTrainer(ForgeActor):
 
     def _batches(self, inputs: Inputs, targets: Targets) -> list[MicroBatch]:
         """Every rank's batch, checked; text becomes rows of one segment."""
-        dp_size, size = self.learner.model.dp_size, self.config.training.local_batch_size
+        dp_size, size = self.learner.model.job.dp_size, self.config.training.local_batch_size
         if len(inputs) != dp_size or (targets is not None and len(targets) != dp_size):
             got = f"{len(inputs)} inputs" + (f" and {len(targets)} targets" if targets is not None else "")
             raise ForgeError(
@@ -231,7 +270,9 @@ class TitanTrainer(ForgeActor):
 
     def _record(self, result: ForwardBackwardResult) -> None:
         """One rank speaks for all: results are those of the whole batch."""
-        if self.rank == 0:
+        if self.rank == 0 and "skipped" in result.metrics:
+            record("trainer", skipped=1.0)  # the loss may be NaN: no number to draw
+        elif self.rank == 0:
             parts = dict(result.metrics)
             own = {name: parts.pop(name) for name in ("num_tokens", "grad_norm", "lr") if name in parts}
             record("trainer", **own)

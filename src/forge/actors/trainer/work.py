@@ -1,13 +1,13 @@
 """Work: what the trainer does, as it stands in its journal."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from forge.actors.trainer.micro_batch import MicroBatch
 from forge.data_models import ForwardBackwardResult
 
-Method = Literal["train_step", "forward_backward", "optim_step", "push_weights"]
+Method = Literal["train_step", "forward_backward", "optim_step", "push_weights", "save_checkpoint"]
 Answer = ForwardBackwardResult | dict[str, float]
 
 
@@ -20,6 +20,15 @@ class Work:
     method: Method
     batches: Sequence[MicroBatch] = ()  # every rank's
     version: int | None = None  # that is pushed
+    state: dict[str, Any] | None = None  # of the caller from then on; None: as before
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the next call depends on beside the learner."""
+
+    num_skipped: int = 0  # steps in a row
+    state: dict[str, Any] = field(default_factory=dict)  # the caller's
 
 
 @dataclass(frozen=True, slots=True)

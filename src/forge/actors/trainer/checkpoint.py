@@ -1,0 +1,243 @@
+"""Checkpoints: all that the next step depends on, on the disk, for another run under any parallel layout.
+
+Through torchtitan's CheckpointManager, which writes and reshards with torch.distributed.checkpoint (DCP).
+"""
+
+import io
+import logging
+import os
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+
+from forge.actors import _titan as titan
+from forge.actors.trainer.checkpoint_folder import CheckpointFolder
+from forge.actors.trainer.checkpoint_options import CheckpointOptions
+from forge.actors.trainer.learner import Facts
+from forge.actors.trainer.work import Standing
+from forge.errors import ActorFailure, ForgeError
+
+if TYPE_CHECKING:
+    from forge.actors.trainer.learner import Learner
+
+logger = logging.getLogger(__name__)
+
+_FACTS = "facts"  # their key among the states of a checkpoint
+
+
+class _RankFacts(Stateful):
+    """One rank's facts among the states that DCP saves: each rank writes its own and may read another's."""
+
+    def __init__(self, facts: Callable[[], dict[str, Any]], rank: int) -> None:
+        self._facts = facts
+        self.rank = rank
+        self.loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, bytes]:
+        file = io.BytesIO()
+        torch.save(self._facts(), file)
+        return {f"rank{self.rank}": file.getvalue()}
+
+    def load_state_dict(self, state_dict: dict[str, bytes]) -> None:
+        [stored] = state_dict.values()
+        self.loaded = torch.load(io.BytesIO(stored), map_location="cpu", weights_only=False)
+
+
+class Checkpoints:
+    """One rank's part of saving and loading; every rank must make the same calls in the same order."""
+
+    def __init__(self, learner: "Learner", options: CheckpointOptions, *, rank: int) -> None:
+        assert options.folder is not None
+        self._learner, self._options, self._rank = learner, options, rank
+        self._standing = Standing()
+        self._facts = _RankFacts(lambda: _by_name(learner.facts()) | _by_name(self._standing), rank)
+        self._is_async = options.async_mode == "async"
+        self._manager = titan.CheckpointManager.Config(
+            enable=True,
+            initial_load_model_only=False,  # the model's own weights are not its business
+            keep_latest_k=0,  # it would count broken ones, and delete before the new one is complete
+            async_mode="async" if self._is_async and dist.is_initialized() else "disabled",
+        ).build(
+            dataloader=None,
+            model_parts=learner.model.parts,
+            optimizers=learner.update.optimizers,
+            lr_schedulers=learner.update.schedulers,
+            states={_FACTS: self._facts},
+            sd_adapter=None,
+        )
+        self.folder = CheckpointFolder(Path(options.folder).absolute())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether one is to be saved after so many optimizer steps."""
+        return self._options.interval > 0 and step % self._options.interval == 0
+
+    def base(self, note: Path | None) -> int:
+        """The checkpoint to start from, as optimizer steps; 0: none.
+
+        That which is written in the file `note`, else the newest that is complete and whole, which is then
+        written there. Raises ActorFailure when the written one is gone, ForgeError when all are damaged.
+        """
+        return _from_rank_0(lambda: self._base(note), self._rank)
+
+    def load(self, step: int) -> Standing:
+        """Model, optimizer, schedule, random numbers and loss become those of this checkpoint.
+
+        Options win over what it holds: learning rate, betas, weight decay. Random numbers are exact under
+        the number of processes that wrote it; otherwise they go on from rank 0's.
+        """
+        start = time.monotonic()
+        groups = [group for optimizer in self._learner.update.optimizers for group in optimizer.param_groups]
+        options = [{name: v for name, v in group.items() if name != "params"} for group in groups]
+        keys = self.folder.metadata(step).state_dict_metadata
+        self._facts.rank = self._rank if f"{_FACTS}.rank{self._rank}" in keys else 0
+        try:
+            self._manager.dcp_load(
+                self._states(), checkpoint_id=str(self.folder.of(step)), from_hf=False, from_quantized=False
+            )
+        except CheckpointException as error:  # no Exception
+            raise ForgeError(f"{self.folder.of(step)} can't be loaded: {_reason(error)}") from error
+        self._facts.rank = self._rank
+        for group, given in zip(groups, options, strict=True):
+            group.update(given)
+        stored = self._facts.loaded
+        self._learner.resume(Facts(*(stored[f.name] for f in fields(Facts))))
+        if self._rank == 0:
+            taken = time.monotonic() - start
+            logger.info("%s was loaded in %.1f s", self.folder.of(step), taken)
+        return Standing(*(stored[f.name] for f in fields(Standing)))
+
+    def save(self, standing: Standing, also_kept: Collection[int] = ()) -> None:
+        """Begins to save; the next step may change everything once this has returned.
+
+        also_kept: checkpoints that must not be deleted, however old. Does nothing before the first step, and
+        while a step is repeated of which a later checkpoint is complete. Raises ForgeError when this one, or
+        the one before, can't be written.
+        """
+        step = self._learner.num_steps
+        self.wait()
+        if step == 0 or not _from_rank_0(lambda: self._begin(step), self._rank):
+            return
+        self._standing = standing
+        mode = titan.AsyncMode.ASYNC if self._is_async else titan.AsyncMode.DISABLED
+        try:
+            writing = self._manager.dcp_save(self._states(), str(self.folder.partial(step)), mode)
+        except CheckpointException as error:  # no Exception
+            raise self._failure(step, error) from error
+        self._saving = self._thread.submit(self._finish, step, writing, also_kept)
+        if not self._is_async:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written; raises ForgeError when it could not be."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def close(self) -> None:
+        """Ends its threads."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._manager.close()
+
+    def _base(self, note: Path | None) -> int:
+        self.folder.tidy()
+        if note is None:
+            return self._newest()
+        if note.is_file():
+            step = int(note.read_text())
+            if step and (step not in self.folder.steps() or self.folder.damage(step)):
+                raise ActorFailure(
+                    f"the trainer can't be replaced: this run started from {self.folder.of(step)}, which is "
+                    "gone or damaged, and has no snapshot yet. Start it anew, from the newest checkpoint; "
+                    "leave the folder alone while it runs"
+                )
+            return step
+        step = self._newest()
+        new = note.with_name(f"{note.name}.new")
+        new.write_text(str(step))
+        os.replace(new, note)
+        return step
+
+    def _newest(self) -> int:
+        damaged: dict[int, str] = {}
+        for step in reversed(self.folder.steps()):
+            damage = self.folder.damage(step)
+            if damage is None:
+                for bad in damaged:
+                    self.folder.set_aside(bad)
+                return step
+            damaged[step] = damage
+            logger.error("%s is damaged: %s. The one before it is tried", self.folder.of(step), damage)
+        if damaged:
+            listed = "; ".join(f"step-{step}: {damage}" for step, damage in damaged.items())
+            raise ForgeError(
+                f"every checkpoint in {self.folder.path} is damaged ({listed}): delete them to start from "
+                "the model's own weights, or name another checkpoint.folder"
+            )
+        return 0
+
+    def _begin(self, step: int) -> bool:
+        if any(complete > step for complete in self.folder.steps()):
+            return False
+        self.folder.begin(step)
+        return True
+
+    def _finish(self, step: int, writing: Any, also_kept: Collection[int]) -> None:
+        try:
+            if writing is not None:
+                writing.result()
+            if self._rank == 0:
+                self.folder.finish(step)
+                self.folder.purge(self._options.keep_latest_k, also_kept)
+        except (CheckpointException, OSError) as error:
+            raise self._failure(step, error) from error
+
+    def _failure(self, step: int, error: BaseException) -> ForgeError:
+        return ForgeError(
+            f"the checkpoint {self.folder.of(step)} could not be written: {_reason(error)}. Those before it "
+            "are as they were: make room, or name another checkpoint.folder"
+        )
+
+    def _states(self) -> dict[str, Any]:
+        states = {name: state for name, state in self._manager.states.items() if state is not None}
+        return {**states, **states.pop(titan.MODEL).state_dict()}
+
+
+def _by_name(facts: Facts | Standing) -> dict[str, Any]:
+    """As plain data: a checkpoint outlives the names of classes."""
+    return {f.name: getattr(facts, f.name) for f in fields(facts)}
+
+
+def _reason(error: BaseException) -> str:
+    """In one line: the first rank's error of a CheckpointException."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (first, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {type(first).__name__}: {first}"
+    return str(error)
+
+
+def _from_rank_0(function: Callable[[], Any], rank: int) -> Any:
+    """What the function returns on rank 0, or the ForgeError that it raises there, on every rank."""
+    result: list[Any] = [None]
+    if rank == 0:
+        try:
+            result = [function()]
+        except ForgeError as error:
+            result = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(result, src=0)
+    if isinstance(result[0], ForgeError):
+        raise result[0]
+    return result[0]
