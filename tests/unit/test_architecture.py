@@ -17,6 +17,7 @@ LAYERS = [
     ("forge.rl.loops", 3),
     ("forge.rl", 1),
     ("forge.data.dataset", 3),
+    ("forge.data.chat_dataset", 3),
     ("forge.data", 1),
     ("forge.config", 1),
     ("forge.observability", 1),

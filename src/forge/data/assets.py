@@ -64,7 +64,10 @@ def _locate(uri: str) -> Path:
     if uri.startswith("hf://"):
         return _download(uri.removeprefix("hf://"))
     if uri.startswith("pkg://"):
-        return _from_gguf(_package_file(uri))
+        file = package_path(uri, ".gguf")
+        if file.is_dir():
+            raise AssetError(f"{uri} is a folder: name a file in it, pkg://package/path/file.gguf")
+        return _from_gguf(file)
     path = Path(uri).expanduser()
     if path.is_dir():
         return path.resolve()
@@ -104,11 +107,13 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _package_file(uri: str) -> Path:
-    """The file that `pkg://package/path` names. The package is not imported: its code may need more."""
+def package_path(uri: str, suffix: str) -> Path:
+    """The file ending in `suffix`, or the folder, that `pkg://package/path` names. The package is not
+    imported: its code may need more. Raises AssetError when it is not installed or has no such file.
+    """
     package, _, inside = uri.removeprefix("pkg://").partition("/")
-    if not package.isidentifier() or not inside.endswith(".gguf"):
-        raise AssetError(f"{uri} is not pkg://package/path/file.gguf, with the package's import name")
+    if not package.isidentifier() or Path(inside).suffix not in ("", suffix):
+        raise AssetError(f"{uri} is not pkg://package/path/file{suffix}, with the package's import name")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise AssetError(
@@ -117,10 +122,15 @@ def _package_file(uri: str) -> Path:
         )
     places = [Path(place) for place in spec.submodule_search_locations]
     for place in places:
-        if (place / inside).is_file():
-            return place / inside
-    there = sorted(path.relative_to(place).as_posix() for place in places for path in place.rglob("*.gguf"))
-    raise AssetError(f"the Python package {package} has no {inside}: its GGUF files are {there or 'none'}")
+        path = place / inside
+        if path.is_dir() or path.is_file():
+            return path
+    files = sorted(
+        path.relative_to(place).as_posix() for place in places for path in place.rglob(f"*{suffix}")
+    )
+    shown = f"{files[:20]} and {len(files) - 20} more" if len(files) > 20 else files or "none"
+    kind = suffix[1:].upper()
+    raise AssetError(f"the Python package {package} has no {inside}: its {kind} files are {shown}")
 
 
 def _from_gguf(gguf: Path) -> Path:

@@ -6,13 +6,13 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from forge.data.rows import IndexedRows, Position, Row, RowSource
+from forge.data.rows import IndexedRows, Position, Row, RowSource, Table
 from forge.errors import DatasetError
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
+    from datasets import Dataset, IterableDataset
     from reasoning_gym.dataset import ProceduralDataset
 
 TASK_PREFIX = "reasoning_gym/"
@@ -44,7 +44,16 @@ def open_source(
         raise DatasetError(
             f"dataset.options are for reasoning_gym/... tasks, got {dict(options)} for {path}: remove them"
         )
-    return _load(path, name, split, streaming, seed)
+    table = _load(path, name, split, streaming)
+    if streaming:
+        return _StreamedRows(cast("IterableDataset", table), seed)
+    return IndexedRows(cast("Dataset", table), seed)
+
+
+def open_table(path: str, *, name: str | None = None, split: str = "train") -> Table:
+    """The rows of a local .jsonl, .json or .parquet file, a folder of such files, or a dataset on Hugging
+    Face, by their numbers. Raises DatasetError as `open_source` does."""
+    return cast("Dataset", _load(path, name, split, streaming=False))
 
 
 class _TaskRows:
@@ -105,8 +114,8 @@ def _make_task(task: str, split: str, options: Mapping[str, Any], seed: int) -> 
         ) from error
 
 
-def _load(path: str, name: str | None, split: str, streaming: bool, seed: int) -> RowSource:
-    """Reads files and Hugging Face datasets through `datasets`."""
+def _load(path: str, name: str | None, split: str, streaming: bool) -> "Dataset | IterableDataset":
+    """Reads files and Hugging Face datasets through `datasets`; never without a row."""
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -125,9 +134,7 @@ def _load(path: str, name: str | None, split: str, streaming: bool, seed: int) -
         ) from error
     if table is None or first is None:
         raise DatasetError(f"the dataset {path}, split {split}, is empty: no rows to ask")
-    if isinstance(table, datasets.IterableDataset):
-        return _StreamedRows(table, seed)
-    return IndexedRows(table, seed)
+    return table
 
 
 def _file_arguments(path: str, split: str) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """[1] The model's tokenizer, and a question rendered as the prompt the model was trained on."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,19 @@ def render_prompt(
     The text already holds the template's begin token, so tokenize it with `add_special_tokens=False`.
     Raises AssetError when the tokenizer has no chat template (a base model), or it refuses the messages.
     """
+    messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return render_chat(
+        tokenizer, [*messages, {"role": "user", "content": question}], add_generation_prompt=True
+    )
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[dict[str, str]],
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Messages as the model's chat template writes them; raises AssetError as `render_prompt` does."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -44,10 +58,14 @@ def render_prompt(
             f"the tokenizer of {tokenizer.name_or_path} has no chat template, as base models have none: "
             "use the instruct model, or put a chat_template.jinja into the folder"
         )
-    messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    messages.append({"role": "user", "content": question})
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        )
     except TemplateError as error:
         raise AssetError(
             f"the chat template of {tokenizer.name_or_path} refuses the messages ({error}): "

@@ -4,5 +4,6 @@
 """
 
 from forge.rl.loss.grpo import GRPOLoss
+from forge.rl.loss.sft import SFTLoss
 
-__all__ = ["GRPOLoss"]
+__all__ = ["GRPOLoss", "SFTLoss"]
