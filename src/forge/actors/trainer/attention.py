@@ -105,7 +105,9 @@ class DenseAttention(torch.autograd.Function):
     ) -> Tensor:
         num, _, length_q, length_k = batch.bias.shape
         queries, keys, values = _gathered(q, k, v, batch)
-        scores = torch.bmm(queries * scale, keys.transpose(1, 2))
+        # `out`: selective activation checkpointing keeps what other products return, and it is written over
+        scores = queries.new_empty(len(queries), queries.shape[1], keys.shape[1])
+        torch.bmm(queries * scale, keys.transpose(1, 2), out=scores)
         by_branch = scores.view(num, -1, length_q, length_k)
         by_branch += batch.bias
         probabilities = torch.softmax(scores, dim=-1)
