@@ -32,6 +32,7 @@ class Life:
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
     parallelism: Mapping[str, int] = field(default_factory=dict)
     world_size: int = 1
+    loss: Any = field(default_factory=Wandering)
     dies_at: tuple[str, str, int] | None = None  # audit event, part of a path, how often in this life
     dies_after_s: tuple[int, float] | None = None  # so many steps of this life, and seconds after the last
 
@@ -54,7 +55,7 @@ async def start(life: Life, rank: int = 0, **options: Any) -> TitanTrainer:
     training = {"seq_len": 64, "dtype": "float32", **options}
     trainer.__init__(
         life.model,
-        Wandering(),
+        life.loss,
         optimizer={"lr": 1e-2, "weight_decay": 0.1},
         lr_scheduler={"warmup_steps": 5},
         training=training,

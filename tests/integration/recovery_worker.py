@@ -133,6 +133,7 @@ async def _call(trainer: TitanTrainer, method: str, number: int | None, exported
             made[-1][1].advantages[0] = torch.nan
         batches = [[inputs for inputs, _ in made], [targets for _, targets in made]]
     try:
-        return await getattr(trainer, method.replace("broken", "train"))(*batches)
+        answer = await getattr(trainer, method.replace("broken", "train"))(*batches)
+        return repr(answer)  # NaN, the loss of a broken step, equals nothing
     except ForgeError as error:
         return str(error)

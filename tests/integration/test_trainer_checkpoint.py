@@ -1,22 +1,28 @@
 """A run that is killed and started again goes on from its checkpoint as if it had never been killed."""
 
 import multiprocessing
+import os
 import random
+import shutil
 import socket
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forge.controller.journal import Journal
 from tests.integration.checkpoint_worker import Life, live
+from tests.integration.trainer_cases import WeightedLogprobs
 
 TIMEOUT_S = 60
 STEPS = 8
 FSDP = {"data_parallel_shard_degree": 2}
 TENSOR = {"tensor_parallel_degree": 2}
+PIPELINE = {"pipeline_parallel_degree": 2}
 KILLS = {  # audit event, part of a path, how often in that life: where rank 0 dies
     "as it begins to write": ("open", ".distcp", 1),
     "written, but not complete": ("os.rename", ".metadata.tmp", 1),
@@ -60,11 +66,19 @@ def curve_of(life: Life) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
+def undisturbed(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Curve]:
     """The losses of one process that saved nothing."""
-    life = Life(tiny_llama, tmp_path_factory.mktemp("undisturbed") / "curve", STEPS)
-    assert run(life)
-    return dict(curve_of(life))
+    curves: dict[str, Curve] = {}
+
+    def curve(loss: Any) -> Curve:
+        name = type(loss).__name__
+        if name not in curves:
+            life = Life(tiny_qwen3, tmp_path_factory.mktemp("undisturbed") / "curve", STEPS, loss=loss)
+            assert run(life)
+            curves[name] = dict(curve_of(life))
+        return curves[name]
+
+    return curve
 
 
 def assert_follows(life: Life, undisturbed: Curve, tolerance: float) -> None:
@@ -75,21 +89,44 @@ def assert_follows(life: Life, undisturbed: Curve, tolerance: float) -> None:
         assert abs(loss - undisturbed[step]) <= tolerance, f"step {step}"
 
 
-def killed_and_resumed(life: Life) -> int:
-    """Lives until the run is finished; each place of KILLS and one random moment end one."""
-    lives = [replace(life, dies_at=place) for place in KILLS.values()]
+def killed_and_resumed(life: Life, places: Iterable[tuple[str, str, int]]) -> None:
+    """Lives until the run is finished, of which each place and a random moment end one."""
+    lives = [replace(life, dies_at=place) for place in places]
     lives.insert(1, replace(life, dies_after_s=(random.randint(1, 2), random.uniform(0, 0.05))))
-    num_killed = sum(not run(each) for each in lives)
+    for each in lives:
+        assert not run(each), f"nobody died of {each}"
     assert run(life)
-    return num_killed
 
 
 def test_killed_at_any_moment_the_loss_curve_is_that_of_the_undisturbed_run(
-    tiny_llama: Path, tmp_path: Path, undisturbed: Curve
+    tiny_qwen3: Path, tmp_path: Path, undisturbed: Callable[[Any], Curve]
 ) -> None:
-    options = {"folder": str(tmp_path / "checkpoints"), "interval": 1}
-    life = Life(tiny_llama, tmp_path / "curve", STEPS, options)
-    assert killed_and_resumed(life) == len(KILLS) + 1
-    assert_follows(life, undisturbed, tolerance=0.0)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == [f"step-{STEPS - 1}", f"step-{STEPS}"]
+    life = Life(tiny_qwen3, tmp_path / "curve", STEPS, {"folder": str(tmp_path / "saved"), "interval": 1})
+    killed_and_resumed(life, KILLS.values())
+    assert_follows(life, undisturbed(life.loss), tolerance=0.0)
+    assert sorted(os.listdir(tmp_path / "saved")) == [f"step-{STEPS - 1}", f"step-{STEPS}"]
+
+
+def test_two_killed_ranks_leave_a_checkpoint_that_any_layout_resumes(
+    tiny_qwen3: Path, tmp_path: Path, undisturbed: Callable[[Any], Curve]
+) -> None:
+    options = {"folder": str(tmp_path / "saved"), "interval": 1}
+    begun = Life(tiny_qwen3, tmp_path / "curve", 5, options, FSDP, 2, WeightedLogprobs())
+    killed_and_resumed(begun, list(KILLS.values())[1:2])
+    for name, parallelism in {"one process": {}, "tensor": TENSOR, "pipeline": PIPELINE}.items():
+        options = {"folder": str(shutil.copytree(tmp_path / "saved", tmp_path / name)), "interval": 1}
+        curve = Path(shutil.copy(begun.curve, tmp_path / f"{name}.curve"))
+        life = Life(tiny_qwen3, curve, STEPS, options, parallelism, 2 if parallelism else 1, begun.loss)
+        assert run(life)
+        assert_follows(life, undisturbed(life.loss), tolerance=1e-5)
+
+
+def test_two_ranks_resume_what_one_has_begun(
+    tiny_qwen3: Path, tmp_path: Path, undisturbed: Callable[[Any], Curve]
+) -> None:
+    options = {"folder": str(tmp_path / "saved"), "interval": 2}
+    life = Life(tiny_qwen3, tmp_path / "curve", 2, options, loss=WeightedLogprobs())
+    assert run(life)
+    life = replace(life, steps=STEPS, parallelism=FSDP, world_size=2)
+    assert run(life)
+    assert_follows(life, undisturbed(life.loss), tolerance=1e-5)
