@@ -15,6 +15,7 @@ from forge.controller import Runtime
 from forge.controller.chaos import Chaos
 from forge.controller.launcher import make_launcher
 from forge.errors import ForgeError
+from forge.grace import save_in_time
 from forge.observability.console import console_sink
 from forge.observability.jsonl import JSONLSink
 from forge.observability.logs import configure_logging
@@ -90,6 +91,7 @@ class Run:
         sinks.append(console_sink(config.steps, str(self.folder)))  # last: it takes over the terminal
         self._tracker = Tracker(sinks)
         self._config = config
+        self._save: Callable[[], Awaitable[object]] | None = None
         self._chaos: Chaos | None = None
         self._killing: asyncio.Task[None] | None = None
         self._last = time.perf_counter()
@@ -114,6 +116,19 @@ class Run:
             services = Runtime.current().services
             self._chaos = Chaos(services, chaos.targets, every_s=chaos.every_s, seed=chaos.seed)
             self._killing = asyncio.create_task(self._chaos.run(), name="chaos")
+
+    def save_when_interrupted(self, save: Callable[[], Awaitable[object]]) -> None:
+        """Has `save` awaited when Ctrl-C or SIGTERM has cancelled `main`, before the machines are stopped.
+
+        A trainer's `save_checkpoint` waits for the step under way. After SAVE_GRACE_S it is given up; a
+        second signal ends it at once.
+        """
+        self._save = save
+
+    async def interrupted(self) -> None:
+        """`main` has been cancelled."""
+        if self._save is not None:
+            await save_in_time(self._save)
 
     def close(self) -> None:
         """Ends the output; draws the report when there was a step."""
@@ -171,5 +186,8 @@ async def _run(main: Callable[[C, Run], Awaitable[None]], config: C) -> None:
         run = Run(config)
         try:
             await main(config, run)
+        except asyncio.CancelledError:
+            await run.interrupted()
+            raise
         finally:
             run.close()
