@@ -3,7 +3,8 @@
 import asyncio
 from dataclasses import asdict, dataclass
 
-from apps.grpo.config import GRPOConfig, ServiceConfig
+from apps.grpo.config import GRPOConfig
+from apps.sections import engine_config, trainer_sections, where
 from forge.actors.generator import Generator
 from forge.actors.reference_model import ReferenceModel
 from forge.actors.replay_buffer import ReplayBuffer
@@ -52,7 +53,7 @@ async def start(config: GRPOConfig) -> Machines:
             **asdict(config.dataset), tokenizer=folder, seed=config.seed
         ),
         "policy": Generator.options(**where(services.generator, "generator")).as_service(
-            engine_config=engine_config(config, folder),
+            engine_config=engine_config(folder, config.generator, services.generator, training),
             sampling_config={
                 "n": grpo.n_samples,
                 "max_tokens": grpo.max_tokens,
@@ -72,17 +73,7 @@ async def start(config: GRPOConfig) -> Machines:
         ),
         "trainer": TitanTrainer.options(**where(services.trainer, "trainer")).as_actor(
             model=model,
-            optimizer={"name": "AdamW", "lr": training.learning_rate, "weight_decay": training.weight_decay},
-            lr_scheduler={"warmup_steps": training.warmup_steps},
-            training={
-                "seq_len": training.seq_len,
-                "dtype": training.dtype,
-                "gradient_accumulation_steps": training.gradient_accumulation_steps,
-                "max_grad_norm": training.max_grad_norm,
-                "steps": config.steps,
-                "snapshot_every": training.snapshot_every,
-            },
-            parallelism=asdict(config.parallelism),
+            **trainer_sections(training, config.parallelism, config.steps),
             loss=loss,
             seed=config.seed,
         ),
@@ -119,25 +110,3 @@ def placement(config: GRPOConfig) -> str:
     hosts = config.launcher
     launcher = make_launcher(hosts.name, hosts.num_hosts, hosts.gpus_per_host)
     return placement_table(launcher, [Demand.of(options) for options in options_of(config)])
-
-
-def where(service: ServiceConfig, name: str) -> dict:
-    """A service's keys as arguments of `ForgeActor.options`."""
-    return {**asdict(service), "mesh_name": service.mesh_name or name}
-
-
-def engine_config(config: GRPOConfig, folder: str) -> dict:
-    """vLLM's arguments: what other keys decide, then what the user sets."""
-    engine = config.generator
-    derived = {
-        "model": folder,
-        "dtype": config.training.dtype,
-        "max_model_len": config.training.seq_len,
-        "tensor_parallel_size": config.services.generator.num_procs,
-        "enforce_eager": engine.enforce_eager,
-        "max_num_seqs": engine.max_num_seqs,
-        "gpu_memory_utilization": engine.gpu_memory_utilization,
-    }
-    if engine.kv_cache_memory_gb is not None:
-        derived["kv_cache_memory_bytes"] = int(engine.kv_cache_memory_gb * 1e9)
-    return {**derived, **engine.engine}

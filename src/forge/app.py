@@ -6,21 +6,23 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from forge.config import Loaded, describe
 from forge.controller import Runtime
 from forge.controller.chaos import Chaos
 from forge.controller.launcher import make_launcher
-from forge.errors import ForgeError
+from forge.errors import ConfigError, ForgeError
 from forge.grace import save_in_time
 from forge.observability.console import console_sink
 from forge.observability.jsonl import JSONLSink
 from forge.observability.logs import configure_logging
 from forge.observability.report import draw_report, read_metrics, summarize
 from forge.observability.tracker import Sink, Tracker
+from forge.observability.view import RL_VIEW, View
 from forge.observability.wandb import WandbSink
 
 
@@ -61,7 +63,7 @@ class AppConfig(Protocol):
     """What every app's configuration has."""
 
     @property
-    def steps(self) -> int: ...
+    def steps(self) -> int | None: ...
     @property
     def output_dir(self) -> str: ...
     @property
@@ -74,23 +76,39 @@ class AppConfig(Protocol):
     def stall_timeout_s(self) -> float | None: ...
 
 
+@runtime_checkable
+class ResumableConfig(Protocol):
+    """What the configuration of an app has that can go on with an earlier run."""
+
+    @property
+    def resume(self) -> str | None: ...
+
+
 C = TypeVar("C", bound=AppConfig)
+LAST = "last"
+"""As the run to go on with: the newest."""
 
 
 class Run:
     """One run of an app: its folder, and a line of metrics for each step."""
 
-    def __init__(self, config: AppConfig) -> None:
-        self.folder = Path(config.output_dir) / time.strftime("%Y%m%d-%H%M%S")
+    def __init__(self, config: AppConfig, view: View = RL_VIEW) -> None:
+        earlier = earlier_run(config)
+        self.resumed = earlier is not None
+        self.folder = earlier or Path(config.output_dir) / time.strftime("%Y%m%d-%H%M%S")
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(describe(config))
-        sinks: list[Sink] = [JSONLSink(self.folder / "metrics.jsonl")]
+        self.stop_asked = False
+        self._jsonl = JSONLSink(self.folder / "metrics.jsonl", go_on=self.resumed)
+        sinks: list[Sink] = [self._jsonl]
         if config.logging.wandb:
             values = dataclasses.asdict(config)  # pyright: ignore[reportArgumentType]
             sinks.append(WandbSink(config.logging.project, config.logging.run_name, values, self.folder))
-        sinks.append(console_sink(config.steps, str(self.folder)))  # last: it takes over the terminal
+        self._console = console_sink(config.steps, str(self.folder), view)
+        sinks.append(self._console)  # last: it takes over the terminal
         self._tracker = Tracker(sinks)
         self._config = config
+        self._view = view
         self._save: Callable[[], Awaitable[object]] | None = None
         self._chaos: Chaos | None = None
         self._killing: asyncio.Task[None] | None = None
@@ -104,18 +122,51 @@ class Run:
         self._last = now
         if self._killing is not None and self._killing.done():
             self._killing.result()
-        if "generator/num_tokens" in values:
-            values["throughput/tokens_per_s"] = values["generator/num_tokens"] / values["time/step_s"]
+        tokens_per_s = self._view.tokens_per_s(values)
+        if tokens_per_s is not None:
+            values["throughput/tokens_per_s"] = tokens_per_s
         self._tracker.log(step, values)
 
-    def started(self) -> None:
-        """Steps are timed from here on: what came before was the start of the machines."""
+    def started(self, *, steps: int | None = None, done: int = 0) -> None:
+        """Steps are timed from here on: what came before was the start of the machines.
+
+        steps: how many there will be, where the configuration does not say. done: those of a run that is
+        resumed, after which its metrics go on.
+        """
         self._last = time.perf_counter()
+        if steps is not None:
+            self._console.expect(steps)
+        if self.resumed:
+            self._jsonl.rewind(done)
         chaos = self._config.chaos
         if chaos.targets:
             services = Runtime.current().services
             self._chaos = Chaos(services, chaos.targets, every_s=chaos.every_s, seed=chaos.seed)
             self._killing = asyncio.create_task(self._chaos.run(), name="chaos")
+
+    @contextmanager
+    def finishing_steps(self) -> Iterator[None]:
+        """Within it Ctrl-C and SIGTERM only set `stop_asked`, so that the step under way can end and be
+        saved; a second one ends the run at once."""
+        loop, ends = asyncio.get_running_loop(), asyncio.current_task()
+        assert ends is not None
+        old = signal.getsignal(signal.SIGINT)
+
+        def on_signal() -> None:
+            if self.stop_asked:
+                ends.cancel()
+                return
+            self.stop_asked = True
+            print("stopping when this step is done; once more to stop at once", file=sys.stderr, flush=True)
+
+        loop.add_signal_handler(signal.SIGINT, on_signal)
+        loop.add_signal_handler(signal.SIGTERM, on_signal)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, old)
+            loop.add_signal_handler(signal.SIGTERM, ends.cancel)
 
     def save_when_interrupted(self, save: Callable[[], Awaitable[object]]) -> None:
         """Has `save` awaited when Ctrl-C or SIGTERM has cancelled `main`, before the machines are stopped.
@@ -139,8 +190,23 @@ class Run:
             print(self._chaos.summary(), flush=True)
         rows = read_metrics(self.folder / "metrics.jsonl")
         if rows:
-            draw_report(rows, self.folder / "report.png")
-            print(f"{summarize(rows)}; files: {self.folder}/", flush=True)
+            draw_report(rows, self.folder / "report.png", view=self._view)
+            print(f"{summarize(rows, self._view)}; files: {self.folder}/", flush=True)
+
+
+def earlier_run(config: AppConfig) -> Path | None:
+    """The folder of the run that is to go on; None for a new one. Raises ConfigError when it is not there."""
+    resume = config.resume if isinstance(config, ResumableConfig) else None
+    if resume is None:
+        return None
+    if resume != LAST:
+        if not (Path(resume) / "config.yaml").is_file():
+            raise ConfigError(f"resume is {resume!r}, which is no folder of a run (it has no config.yaml)")
+        return Path(resume)
+    runs = sorted(path.parent for path in Path(config.output_dir).glob("*/config.yaml"))
+    if not runs:
+        raise ConfigError(f"resume is {LAST!r}, but {config.output_dir} holds no run: leave it out")
+    return runs[-1]
 
 
 def run_app(
@@ -148,6 +214,7 @@ def run_app(
     load: Callable[[Sequence[str]], Loaded[C]],
     placement: Callable[[C], str],
     argv: Sequence[str] | None = None,
+    view: View = RL_VIEW,
 ) -> int:
     """Runs `main` with the configuration of the command line; returns the exit code.
 
@@ -161,7 +228,7 @@ def run_app(
             print(f"{describe(loaded.config)}\n{placement(loaded.config)}")
             return 0
         try:
-            asyncio.run(_run(main, loaded.config))
+            asyncio.run(_run(main, loaded.config, view))
         finally:
             Runtime.leave()
     except ForgeError as error:
@@ -176,14 +243,14 @@ def run_app(
     return 0
 
 
-async def _run(main: Callable[[C, Run], Awaitable[None]], config: C) -> None:
+async def _run(main: Callable[[C, Run], Awaitable[None]], config: C, view: View) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     hosts = config.launcher
     launcher = make_launcher(hosts.name, hosts.num_hosts, hosts.gpus_per_host)
     async with Runtime(launcher=launcher, stall_timeout_s=config.stall_timeout_s):
-        run = Run(config)
+        run = Run(config, view)
         try:
             await main(config, run)
         except asyncio.CancelledError:

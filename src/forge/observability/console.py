@@ -15,37 +15,29 @@ from rich.table import Table
 from rich.text import Text
 
 from forge.observability.terminal import CapturedTerminal
-from forge.observability.tracker import Sink
+from forge.observability.view import RL_VIEW, View
 
-METRICS = {  # label -> metric and format
-    "reward": ("reward/mean", "{:.3f}"),
-    "loss": ("loss/total", "{:+.4f}"),
-    "kl": ("loss/kl", "{:.4f}"),
-    "entropy": ("loss/entropy", "{:.3f}"),
-    "logprob gap": ("logprob_gap/mean", "{:.4f}"),
-    "staleness": ("staleness/mean", "{:.1f}"),
-    "tokens/s": ("throughput/tokens_per_s", "{:.0f}"),
-}
 BARS = "▁▂▃▄▅▆▇█"
 
 
 class Progress:
     """How far a run is, and how long it will still take."""
 
-    def __init__(self, steps: int, title: str = "") -> None:
-        self.steps = steps
+    def __init__(self, steps: int | None, title: str = "", view: View = RL_VIEW) -> None:
+        self.steps = steps  # None: not known yet
         self.title = title
+        self.view = view
         self.step = 0
         self.values: Mapping[str, float] = {}
-        self.rewards: deque[float] = deque(maxlen=48)
+        self.curve: deque[float] = deque(maxlen=48)  # of the view's goal
         self._started = time.monotonic()
         self._finished: deque[float] = deque(maxlen=21)  # when the last steps ended
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         self.step, self.values = step, values
         self._finished.append(time.monotonic())
-        if "reward/mean" in values:
-            self.rewards.append(values["reward/mean"])
+        if self.view.goal[1] in values:
+            self.curve.append(values[self.view.goal[1]])
 
     @property
     def elapsed_s(self) -> float:
@@ -54,13 +46,13 @@ class Progress:
     @property
     def eta_s(self) -> float | None:
         """Seconds to the end at the pace of the last steps; None before the second step."""
-        if len(self._finished) < 2:
+        if len(self._finished) < 2 or self.steps is None:
             return None
         return max(self.steps - self.step, 0) * _mean([b - a for a, b in pairwise(self._finished)])
 
     def shown(self, label: str) -> str:
         """A metric as text, "-" where it is missing."""
-        name, style = METRICS[label]
+        name, style = self.view.shown[label]
         return style.format(self.values[name]) if name in self.values else "-"
 
     def step_time(self) -> str:
@@ -78,15 +70,18 @@ class Progress:
 class LineSink:
     """One line a step, for logs and pipes."""
 
-    def __init__(self, steps: int, stream: TextIO) -> None:
-        self._progress = Progress(steps)
+    def __init__(self, steps: int | None, stream: TextIO, view: View = RL_VIEW) -> None:
+        self._progress = Progress(steps, view=view)
         self._stream = stream
+
+    def expect(self, steps: int) -> None:
+        self._progress.steps = steps
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         progress = self._progress
         progress.update(step, values)
         width = len(str(progress.steps))
-        metrics = "  ".join(f"{label} {progress.shown(label)}" for label in METRICS)
+        metrics = "  ".join(f"{label} {progress.shown(label)}" for label in progress.view.shown)
         print(
             f"step {step:>{width}}/{progress.steps}  {metrics}  step time {progress.step_time()}  "
             f"ETA {clock(progress.eta_s)}",
@@ -104,8 +99,8 @@ class DisplaySink:
     Create it before the actors: their processes then write into the scrolling part too.
     """
 
-    def __init__(self, steps: int, title: str = "") -> None:
-        self._progress = Progress(steps, title)
+    def __init__(self, steps: int | None, title: str = "", view: View = RL_VIEW) -> None:
+        self._progress = Progress(steps, title, view)
         self._terminal = CapturedTerminal()
         self._console = Console(file=self._terminal.screen, force_terminal=True)
         self._live = Live(
@@ -119,6 +114,9 @@ class DisplaySink:
         self._live.start()
         atexit.register(self.close)
 
+    def expect(self, steps: int) -> None:
+        self._progress.steps = steps
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._progress.update(step, values)
 
@@ -128,32 +126,33 @@ class DisplaySink:
         self._live.stop()
 
 
-def console_sink(steps: int, title: str = "") -> Sink:
-    """A display where stdout is a terminal, else a line a step on stdout."""
-    return DisplaySink(steps, title) if sys.stdout.isatty() else LineSink(steps, sys.stdout)
+def console_sink(steps: int | None, title: str = "", view: View = RL_VIEW) -> DisplaySink | LineSink:
+    """A display where stdout is a terminal, else a line a step on stdout. Where the number of steps is only
+    known later, `expect` tells it."""
+    return DisplaySink(steps, title, view) if sys.stdout.isatty() else LineSink(steps, sys.stdout, view)
 
 
 def render(progress: Progress) -> Group:
-    """What the display shows: how far, the metrics, where the time goes, the reward so far."""
+    """What the display shows: how far, the metrics, where the time goes, the curve of the goal so far."""
     head = Table.grid(padding=(0, 2))
-    share = progress.step / progress.steps
+    steps = progress.steps
     head.add_row(
         Text(progress.title, style="bold"),
-        f"step {progress.step}/{progress.steps}",
-        ProgressBar(total=progress.steps, completed=progress.step, width=24),
-        f"{share:.0%}",
+        f"step {progress.step}/{'-' if steps is None else steps}",
+        ProgressBar(total=steps, completed=progress.step, width=24),
+        "" if steps is None else f"{progress.step / steps:.0%}",
         f"elapsed {clock(progress.elapsed_s)}",
         f"ETA {clock(progress.eta_s)}",
     )
-    if progress.step == 0:
+    if not progress.values:
         return Group(head, Text("the actors start and the first step runs", style="dim"))
     metrics = Text(no_wrap=True, overflow="ellipsis")
-    for label in METRICS:
+    for label in progress.view.shown:
         metrics.append(f"{label} ", style="dim").append(f"{progress.shown(label)}   ", style="bold")
     times = Text("step time ", style="dim", no_wrap=True, overflow="ellipsis")
     times.append(progress.step_time(), style="default")
-    rewards = Text("reward    ", style="dim").append(sparkline(progress.rewards), style="green")
-    return Group(head, metrics, times, rewards)
+    curve = Text(f"{progress.view.goal[0]:<9} ", style="dim").append(sparkline(progress.curve), style="green")
+    return Group(head, metrics, times, curve)
 
 
 def sparkline(values: deque[float]) -> str:

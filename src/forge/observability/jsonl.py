@@ -9,13 +9,23 @@ from pathlib import Path
 class JSONLSink:
     """Writes `{"step": 1, "time": seconds since 1970, "reward/mean": 0.5, ...}`, one line a step, flushed.
 
-    An earlier file of that name is replaced. NaN and infinity are written as NaN and Infinity, which
-    Python's json reads.
+    An earlier file of that name is replaced, unless it is to be continued. NaN and infinity are written as
+    NaN and Infinity, which Python's json reads.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, go_on: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("a+" if go_on else "w+", encoding="utf-8")
+
+    def rewind(self, step: int) -> None:
+        """Takes back the rows of all later steps, and one that a killed run left half written."""
+        self._file.seek(0)
+        lines = self._file.readlines()
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        self._file.truncate(0)
+        self._file.seek(0)
+        self._file.writelines(kept)
+        self._file.flush()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")

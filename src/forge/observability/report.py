@@ -7,16 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from forge.errors import ForgeError
+from forge.observability.view import RL_VIEW, View
 
 Row = dict[str, Any]
 """One step: "step", "time" and the metrics by name."""
-
-PANELS = (  # title, metric, color
-    ("Mean reward", "reward/mean", "#2a7f62"),
-    ("KL to the reference (nats per token)", "loss/kl", "#b5482a"),
-    ("Entropy (nats per token)", "loss/entropy", "#7b5ea7"),
-    ("Step time (s)", "time/step_s", "#35618f"),
-)
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -32,24 +26,27 @@ def read_metrics(path: Path) -> list[Row]:
     return rows
 
 
-def summarize(rows: Sequence[Row]) -> str:
-    """One sentence: mean reward of the first 3 and the last 10 steps, their number, and the minutes."""
+def summarize(rows: Sequence[Row], view: View = RL_VIEW) -> str:
+    """One sentence: the mean of the view's goal over its first and its last values (reward: the first 3 and
+    the last 10), the number of steps, and the minutes."""
     if not rows:
         return "no step was finished"
-    minutes = (rows[-1]["time"] - rows[0]["time"] + rows[0].get("time/step_s", 0.0)) / 60
-    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    reached = "no reward was recorded"
-    if rewards:
-        first, last = rewards[:3], rewards[-10:]
+    minutes = sum(row.get("time/step_s", 0.0) for row in rows) / 60  # a run that was resumed did not wait
+    name, metric = view.goal
+    values = [row[metric] for row in rows if metric in row]
+    reached = f"no {name} was recorded"
+    if values:
+        first, last = values[: view.ends[0]], values[-view.ends[1] :]
         reached = (
-            f"mean reward {sum(first) / len(first):.3f} (first {len(first)}) to "
-            f"{sum(last) / len(last):.3f} (last {len(last)})"
+            f"mean {name} {_mean(first):.3f} (first {len(first)}) to {_mean(last):.3f} (last {len(last)})"
         )
-    return f"{reached} in {len(rows)} steps, {minutes:.1f} min"
+        if view.ends == (1, 1):
+            reached = f"{name} {first[0]:.3f} to {last[0]:.3f}"
+    return f"{reached} in {rows[-1]['step']} steps, {minutes:.1f} min"
 
 
-def draw_report(rows: Sequence[Row], image: Path, title: str = "") -> Path:
-    """Draws reward, KL, entropy and step time over the steps as a PNG; returns its path.
+def draw_report(rows: Sequence[Row], image: Path, title: str = "", view: View = RL_VIEW) -> Path:
+    """Draws the view's panels over the steps as a PNG; returns its path.
 
     Faint: each step; bold: the running mean over a tenth of the run, at most 10 steps. A metric that was not
     recorded leaves its panel empty, and says so.
@@ -59,8 +56,8 @@ def draw_report(rows: Sequence[Row], image: Path, title: str = "") -> Path:
 
     figure = Figure(figsize=(10, 6.4), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle("\n".join(part for part in (title, summarize(rows)) if part), fontsize=12)
-    for axes, (name, metric, color) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+    figure.suptitle("\n".join(part for part in (title, summarize(rows, view)) if part), fontsize=12)
+    for axes, (name, metric, color) in zip(figure.subplots(2, 2).flat, view.panels, strict=True):
         _draw_panel(axes, rows, name, metric, color)
     image.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(image, dpi=130)
@@ -93,4 +90,8 @@ def _draw_panel(axes: Any, rows: Sequence[Row], name: str, metric: str, color: s
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
     recent = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
-    return [sum(part) / len(part) for part in recent]
+    return [_mean(part) for part in recent]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

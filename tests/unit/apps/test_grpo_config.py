@@ -126,22 +126,20 @@ def test_data_parallel_size_is_what_the_other_degrees_leave(
         (
             ["--trainer.procs", "4", "--parallelism.data_parallel_shard_degree", "3"],
             "services.trainer has 4 processes, but parallelism wants "
-            "tensor 1 x pipeline 1 x replicate 1 x shard 3 = 3: set services.trainer.procs to 3",
+            "tensor 1 x pipeline 1 x context 1 x replicate 1 x shard 3 = 3: set procs to 3",
         ),
         (
             ["--trainer.procs", "3", "--parallelism.tensor_parallel_degree", "2"],
-            "services.trainer has 3 processes, but parallelism wants tensor 2 x pipeline 1 x replicate 1 x "
-            "shard -1 (what is left), a multiple of 2",
+            "services.trainer has 3 processes, but parallelism wants tensor 2 x pipeline 1 x context 1 x "
+            "replicate 1 x shard -1 (what is left), a multiple of 2",
         ),
         (
             ["--trainer.procs", "2", "--training.gradient_accumulation_steps", "3"],
             "training.batch_size 8 can't be split evenly: 2 data-parallel ranks x "
             "training.gradient_accumulation_steps 3 = 6; make it a multiple of 6, for example 12",
         ),
-        (
-            ["--parallelism.pipeline_parallel_degree", "2"],
-            "parallelism.pipeline_parallel_degree 2 is not supported",
-        ),
+        (["--training.min_lr_factor", "2"], "training.min_lr_factor must lie in [0, 1], got 2.0"),
+        (["--training.max_tokens_per_pass", "0"], "training.max_tokens_per_pass must be at least 1, got 0"),
         (
             ["--parallelism.tensor_parallel_degree", "0"],
             "parallelism.tensor_parallel_degree must be at least 1",
