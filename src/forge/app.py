@@ -137,7 +137,7 @@ class Run:
         if steps is not None:
             self._console.expect(steps)
         if self.resumed:
-            self._jsonl.rewind(done)
+            self._jsonl.rewind(done or -1)
         chaos = self._config.chaos
         if chaos.targets:
             services = Runtime.current().services
