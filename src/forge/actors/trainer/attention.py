@@ -34,7 +34,9 @@ class TreeAttention(FlexAttention):
     def __init__(self, config: Config) -> None:
         nn.Module.__init__(self)
 
-    # The argument names are torchtitan's: its sharding rules refer to them.
+    # A break in a compiled layer: what a stream looks like changes with every batch. The argument names are
+    # torchtitan's: its sharding rules refer to them.
+    @torch.compiler.disable
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         q_BLNH: Tensor,

@@ -44,7 +44,7 @@ def build_parts(
             disable_cuda_graphs=True,
         ),
         "parallelism": job.layout,
-        "compile_config": titan.CompileConfig(enable=training.compile, components=["model"]),
+        "compile_config": titan.CompileConfig(),
         "ac_config": _checkpointing(training),
         "dump_folder": "",
     }
@@ -61,6 +61,9 @@ def build_parts(
         )
     for part in parts:
         _make_ready(part, job, offload=_offloads(training, job))
+        if training.compile:  # torchtitan's own takes no break in a layer, and its attention is one
+            for layer in part.get_submodule("layers").children():
+                layer.compile()
     return parts
 
 
