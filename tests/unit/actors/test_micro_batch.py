@@ -1,16 +1,19 @@
 """Cutting a batch, counting it, and turning text into rows."""
 
 import dataclasses
+import random
 
 import pytest
 import torch
 
-from forge.actors.trainer.micro_batch import count, from_text, name_episodes, split_micro_batches
+from forge.actors.trainer.layout import stream_of
+from forge.actors.trainer.micro_batch import count, from_text, name_episodes, plan_micro_batches
 from forge.data_models import Completion, TextTrainBatch, TrainInputs, TrainTargets
-from forge.errors import ForgeError
+from forge.rl.balance import fill_evenly
 from forge.rl.collate import pack_completions
 
 LENGTHS = [[2, 3], [4], [1, 2, 5], [3]]  # of each row's completions
+ROW_OF = [row for row, lengths in enumerate(LENGTHS) for _ in lengths]
 
 
 def _batch() -> tuple[TrainInputs, TrainTargets]:
@@ -41,32 +44,64 @@ def _predicting_tokens(inputs: TrainInputs, targets: TrainTargets) -> list[list[
     ]  # fmt: skip
 
 
+def _rows_of(part: tuple[TrainInputs, TrainTargets]) -> list[int]:
+    """Which rows of the batch a part has: their prompts are of 3, 4, 5 and 6 tokens."""
+    return [int((segments == 0).sum()) - 3 for segments in part[0].segment_ids]
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_parts_together_are_the_batch(n: int) -> None:
+def test_passes_together_are_the_batch(n: int) -> None:
     inputs, targets = _batch()
-    parts = split_micro_batches(inputs, targets, n)
+    [parts] = plan_micro_batches([(inputs, targets)], n)
     assert len(parts) == n
-    assert [name for _, t in parts for name in t.episode_ids] == targets.episode_ids
-    assert [row for part in parts for row in _predicting_tokens(*part)] == _predicting_tokens(inputs, targets)
-    for field in ("target_ids", "loss_mask", "advantages", "generator_logprobs", "ref_logprobs"):
-        joined = torch.cat([getattr(t, field) for _, t in parts])
-        assert torch.equal(joined, getattr(targets, field)), field
+    assert sorted(row for part in parts for row in _rows_of(part)) == [0, 1, 2, 3]
+    for part in parts:
+        chosen = [targets.episode_ids.index(name) for name in part[1].episode_ids]
+        assert chosen == [i for i, row in enumerate(ROW_OF) if row in _rows_of(part)]
+        assert _predicting_tokens(*part) == [_predicting_tokens(inputs, targets)[i] for i in chosen]
+        for field in ("target_ids", "loss_mask", "advantages", "generator_logprobs", "ref_logprobs"):
+            assert torch.equal(getattr(part[1], field), getattr(targets, field)[chosen]), field
 
 
-def test_a_part_loses_the_padding_that_other_rows_needed() -> None:
-    parts = split_micro_batches(*_batch(), 4)
-    assert [i.input_ids.shape[1] for i, _ in parts] == [8, 8, 13, 9]
+def test_a_pass_loses_the_padding_that_other_rows_needed() -> None:
+    [parts] = plan_micro_batches([_batch()], 4)
+    assert [i.input_ids.shape[1] for i, _ in parts] == [13, 9, 8, 8]  # longest first
     assert all(int((i.segment_ids >= 0).sum()) == i.input_ids.numel() for i, _ in parts)
 
 
-def test_the_width_of_the_targets_stays() -> None:
-    inputs, targets = _batch()
-    assert {t.target_ids.shape[1] for _, t in split_micro_batches(inputs, targets, 2)} == {5}
+def test_a_rank_with_fewer_rows_gets_empty_passes() -> None:
+    [short] = plan_micro_batches([_batch()], 4)
+    plans = plan_micro_batches([_batch(), short[0]], at_least=3)
+    assert [len(plan) for plan in plans] == [3, 3]
+    assert [len(inputs.input_ids) for inputs, _ in plans[1]] == [1, 0, 0]
+    inputs, targets = plans[1][2]
+    stream = stream_of(inputs)
+    assert stream.row_ids.tolist() == [-1] and stream.tokens.tolist() == [0]
+    assert targets.target_ids.shape == (0, 5) and count(targets, "sequences") == 0
 
 
-def test_more_parts_than_rows_is_an_error() -> None:
-    with pytest.raises(ForgeError, match="4 rows can't be cut into 5"):
-        split_micro_batches(*_batch(), 5)
+def test_plans_keep_to_the_budget_with_as_few_passes_as_may_be() -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        ranks = [[rng.randint(1, 40) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 3))]
+        budget, at_least = rng.choice([5, 30, 60, None]), rng.randint(1, 4)
+        plans = plan_micro_batches([from_text(_text(rows)) for rows in ranks], at_least, budget)
+        [n] = {len(plan) for plan in plans}
+        assert n >= min(at_least, max(map(len, ranks)))
+        for rows, plan in zip(ranks, plans, strict=True):
+            sizes = [(inputs.segment_ids >= 0).sum(1).tolist() for inputs, _ in plan]
+            assert sorted(size for part in sizes for size in part) == sorted(rows)
+            assert budget is None or all(len(part) <= 1 or sum(part) <= budget for part in sizes)
+            assert sum(len(targets.target_ids) for _, targets in plan) == len(rows)
+        if budget is not None and n > max(at_least, *(-(-sum(rows) // budget) for rows in ranks)):
+            bins = [[sum(rows[i] for i in b) for b in fill_evenly(rows, n - 1)] for rows in ranks]
+            assert max(map(max, bins)) > budget  # one pass less would not do
+
+
+def _text(lengths: list[int]) -> TextTrainBatch:
+    columns = torch.arange(max(lengths)).expand(len(lengths), -1)
+    mask = columns < torch.tensor(lengths)[:, None]
+    return TextTrainBatch(columns, columns, mask, mask.float())
 
 
 def test_sequences_without_targets_do_not_count() -> None:

@@ -18,7 +18,7 @@ from forge.actors.trainer.micro_batch import (
     MicroBatch,
     count,
     name_episodes,
-    split_micro_batches,
+    plan_micro_batches,
     suspects_among,
     to_device,
 )
@@ -55,6 +55,7 @@ class Learner:
         self.num_micro_batches = max(
             options.training.gradient_accumulation_steps, options.parallelism.pipeline_parallel_degree
         )
+        self._max_tokens = options.training.max_tokens_per_pass
         self.update = Update(
             self.model.parts,
             options.optimizer,
@@ -85,12 +86,11 @@ class Learner:
             raise ForgeError("a batch without a single unmasked target can't be trained on")
         for inputs, _ in batches:
             self.model.check(inputs)
-        # on every rank the same number, as sharded passes need
-        n = min(self.num_micro_batches, *(len(inputs.input_ids) for inputs, _ in batches))
-        own = split_micro_batches(*batches[self.model.job.dp_rank], n)
+        passes = plan_micro_batches(batches, self.num_micro_batches, self._max_tokens)
+        own = passes[self.model.job.dp_rank]
         tallies = self._tally([(part, count(part[1], normalize_by) / total) for part in own], backward)
         if backward:
-            self._check_losses(tallies, batches, n)
+            self._check_losses(tallies, passes)
         everything = Tally.merge(tallies)
         everything.metrics["num_tokens"] = float(sum(count(targets, "tokens") for _, targets in batches))
         return ForwardBackwardResult(sum(everything.losses), everything.metrics)
@@ -152,10 +152,10 @@ class Learner:
         if dist.is_initialized():
             dist.barrier()
 
-    def _check_losses(self, tallies: Sequence[Tally], batches: Sequence[MicroBatch], n: int) -> None:
+    def _check_losses(self, tallies: Sequence[Tally], passes: Sequence[Sequence[MicroBatch]]) -> None:
         bad = [
-            split_micro_batches(*batch, n)[i][1]
-            for batch, tally in zip(batches, tallies, strict=True)
+            of_rank[i][1]
+            for of_rank, tally in zip(passes, tallies, strict=True)
             for i, loss in enumerate(tally.losses)
             if not math.isfinite(loss)
         ]

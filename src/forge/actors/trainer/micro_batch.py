@@ -8,43 +8,65 @@ import torch
 from torch import Tensor
 
 from forge.data_models import TextTrainBatch, TrainInputs, TrainTargets
-from forge.errors import ForgeError
+from forge.rl.balance import fill_evenly
 
 MicroBatch = tuple[TrainInputs, TrainTargets]
 Data = TypeVar("Data", TrainInputs, TrainTargets)
 NormalizeBy = Literal["sequences", "tokens"]
 
 
-def split_micro_batches(inputs: TrainInputs, targets: TrainTargets, n: int) -> list[MicroBatch]:
-    """Cuts a batch along its rows into n parts whose row counts differ by at most one.
+def plan_micro_batches(
+    batches: Sequence[MicroBatch], at_least: int = 1, max_tokens: int | None = None
+) -> list[list[MicroBatch]]:
+    """Every rank's batch -> every rank's passes, the same number on all, as sharded passes need.
 
-    Every completion goes with its row. Rows lose the padding that only longer rows of other parts needed; the
-    T of the targets stays, since losses may divide by it. Raises ForgeError for more parts than rows.
+    A pass has `max_tokens` tokens at most, or a single row; there are no fewer than `at_least` passes where a
+    rank has that many rows, and otherwise as few as possible. Their tokens are about equal, the longest pass
+    is the first. Every completion goes with its row; a rank with fewer rows than passes gets empty ones,
+    which it must run like the others. The T of the targets stays, since losses may divide by it.
     """
-    num_rows, length = inputs.input_ids.shape
-    if not 1 <= n <= num_rows:
-        raise ForgeError(f"a batch of {num_rows} rows can't be cut into {n} micro-batches")
-    if n == 1:
-        return [(inputs, targets)]
-    row_of = (targets.source_ids // length).amax(-1)  # masked places say 0, a completion has one row
-    return [_part(inputs, targets, rows, row_of) for rows in torch.arange(num_rows).tensor_split(n)]
+    sizes = [(inputs.segment_ids >= 0).sum(1).tolist() for inputs, _ in batches]
+    if all(len(rows) <= 1 for rows in sizes) or (at_least == 1 and max_tokens is None):
+        return [[batch] for batch in batches]
+    most = max(len(rows) for rows in sizes)
+    n = min(at_least, most)
+    if max_tokens is not None:
+        n = max(n, *(-(-sum(rows) // max_tokens) for rows in sizes))
+    plans = [fill_evenly(rows, n) for rows in sizes]
+    while max_tokens is not None and n < most and _exceed(sizes, plans, max_tokens):
+        n += 1
+        plans = [fill_evenly(rows, n) for rows in sizes]
+    return [
+        [_part(*batch, torch.tensor(rows, dtype=torch.long)) for rows in plan]
+        for batch, plan in zip(batches, plans, strict=True)
+    ]
 
 
-def _part(inputs: TrainInputs, targets: TrainTargets, rows: Tensor, row_of: Tensor) -> MicroBatch:
-    start, stop = int(rows[0]), int(rows[-1]) + 1
-    old_length = inputs.input_ids.shape[1]
-    filled = (inputs.segment_ids[start:stop] >= 0).any(0).nonzero()
+def _exceed(sizes: list[list[int]], plans: list[list[list[int]]], max_tokens: int) -> bool:
+    return any(
+        len(rows) > 1 and sum(of_rank[row] for row in rows) > max_tokens
+        for of_rank, plan in zip(sizes, plans, strict=True)
+        for rows in plan
+    )
+
+
+def _part(inputs: TrainInputs, targets: TrainTargets, rows: Tensor) -> MicroBatch:
+    """Some rows, without the padding that only others needed, and their completions."""
+    num_rows, old_length = inputs.input_ids.shape
+    filled = (inputs.segment_ids[rows] >= 0).any(0).nonzero()
     length = int(filled.max()) + 1 if len(filled) else 1
-    chosen = (row_of >= start) & (row_of < stop)
+    number = torch.full((num_rows,), -1).scatter_(0, rows, torch.arange(len(rows)))
+    row_of = (targets.source_ids // old_length).amax(-1)  # masked places say 0, a completion has one row
+    chosen = number[row_of] >= 0
     old = targets.source_ids[chosen]
-    new = (old // old_length - start) * length + old % old_length
+    new = number[old // old_length] * length + old % old_length
     mask = targets.loss_mask[chosen]
     ref_logprobs = targets.ref_logprobs
     return (
         TrainInputs(
-            input_ids=inputs.input_ids[start:stop, :length],
-            positions=inputs.positions[start:stop, :length],
-            segment_ids=inputs.segment_ids[start:stop, :length],
+            input_ids=inputs.input_ids[rows, :length],
+            positions=inputs.positions[rows, :length],
+            segment_ids=inputs.segment_ids[rows, :length],
         ),
         TrainTargets(
             source_ids=torch.where(mask, new, 0),
