@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from forge.errors import ForgeError
 
 SAVE_GRACE_S = 20.0
-"""Schedulers kill a job 30 s after their SIGTERM (Slurm, Kubernetes); stopping the machines takes up to 10."""
+"""Slurm and Kubernetes kill a job 30 s after their SIGTERM; to stop the machines takes up to 10."""
 
 
 async def save_in_time(save: Callable[[], Awaitable[object]], grace_s: float = SAVE_GRACE_S) -> bool:

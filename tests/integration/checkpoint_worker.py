@@ -48,10 +48,10 @@ def live(life: Life, rank: int, port: int) -> None:
     asyncio.run(_train(life, rank))
 
 
-async def start(life: Life, rank: int = 0, **options: Any) -> TitanTrainer:
+async def start(life: Life, rank: int = 0, *, state_dir: Path | None = None, **options: Any) -> TitanTrainer:
     """The trainer of a run, caught up."""
     trainer = TitanTrainer.__new__(TitanTrainer)
-    trainer.rank, trainer.world_size = rank, life.world_size
+    trainer.rank, trainer.world_size, trainer.state_dir = rank, life.world_size, state_dir
     training = {"seq_len": 64, "dtype": "float32", **options}
     trainer.__init__(
         life.model,

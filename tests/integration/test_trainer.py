@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from forge.actors.trainer.bad_batches import load_bad_batch
 from forge.data_models import Completion, TextTrainBatch
-from forge.errors import ForgeError
+from forge.errors import ForgeError, NotFinite
 from forge.rl.loss import GRPOLoss
 from tests.integration.trainer_cases import (
     FromLogits,
@@ -162,13 +163,20 @@ def test_before_the_first_step_policy_and_reference_agree(tiny_llama: Path, dtyp
     assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_reference_logprobs_come_back_in_order_whatever_the_groups(tiny_qwen3: Path) -> None:
+@pytest.mark.parametrize("max_tokens", [None, 18])
+def test_reference_logprobs_come_back_in_order_whatever_the_groups_and_passes(
+    tiny_qwen3: Path, max_tokens: int | None
+) -> None:
     first, second, third = completion_groups()
     warm = [dataclasses.replace(c, temperature=1.3) for c in second]
     mixed = [first[0], third[1], *warm, first[2], third[0], first[1]]
 
+    lengths: list[int] = []
+
     async def main() -> list[Tensor]:
-        return await (await start_reference(tiny_qwen3)).logprobs(mixed)
+        reference = await start_reference(tiny_qwen3, max_tokens_per_pass=max_tokens)
+        reference.model.parts[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].numel()))
+        return await reference.logprobs(mixed)
 
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen3, dtype=torch.float32)
     for completion, got in zip(mixed, asyncio.run(main()), strict=True):
@@ -176,6 +184,8 @@ def test_reference_logprobs_come_back_in_order_whatever_the_groups(tiny_qwen3: P
             want = _sequence_logprobs(model, completion)
         assert got.shape == want.shape
         assert (got - want).abs().max() < 1e-4
+    assert len(lengths) == (2 if max_tokens is None else 4)  # two temperatures
+    assert max_tokens is None or max(lengths) <= max_tokens
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -210,33 +220,42 @@ def test_an_export_loads_in_transformers_and_computes_the_same(
     assert (tmp_path / "tokenizer.json").is_file()
 
 
-def test_a_loss_that_is_not_finite_names_the_episode_and_leaves_the_weights(tiny_llama: Path) -> None:
+def test_a_loss_that_is_not_finite_names_the_episode_and_leaves_the_weights(
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     inputs, targets = batch_of(completion_groups())
     advantages = targets.advantages.clone()
     advantages[3] = torch.nan
     broken = dataclasses.replace(targets, advantages=advantages)
+    training = {"max_skipped_steps": 1, "bad_batch_folder": str(tmp_path)}
 
-    async def main() -> tuple[str, float, float]:
-        trainer = await start_trainer(tiny_llama, WeightedLogprobs(), optimizer={"lr": 0.0})
-        before = await trainer.train_step([inputs], [targets])
-        with pytest.raises(ForgeError) as caught:
+    async def main() -> None:
+        trainer = await start_trainer(tiny_llama, WeightedLogprobs(), training=training)
+        await trainer.train_step([inputs], [targets])
+        before = [tensor.clone() for tensor in trainer.learner.tensors()]
+        assert (await trainer.train_step([inputs], [broken])).metrics == {"skipped": 1.0}
+        with pytest.raises(NotFinite, match="episode episode-3 is not finite.* 2 steps in a row"):
             await trainer.train_step([inputs], [broken])
-        after = await trainer.train_step([inputs], [targets])
-        return str(caught.value), before.metrics["grad_norm"], after.metrics["grad_norm"]
+        assert all(map(torch.equal, before, trainer.learner.tensors()))
+        assert (await trainer.progress()).num_steps == 1
+        assert "step 2 is skipped: the loss of episode episode-3 is not finite" in caplog.text
+        bad = load_bad_batch(tmp_path / "step-2.attempt-1.pt")
+        assert bad.episode_ids == ["episode-3"]
+        [(kept, _)] = bad.batches
+        assert torch.equal(kept.input_ids, inputs.input_ids)
+        assert (await trainer.train_step([inputs], [targets])).metrics["num_tokens"] == 27
 
-    message, before, after = asyncio.run(main())
-    assert "episode episode-3 is not finite" in message
-    assert before == after
+    asyncio.run(main())
 
 
 def test_a_gradient_that_is_not_finite_is_reported(tiny_llama: Path) -> None:
     inputs, targets = batch_of(completion_groups())
 
     async def main() -> None:
-        trainer = await start_trainer(tiny_llama, InfiniteSlope())
+        trainer = await start_trainer(tiny_llama, InfiniteSlope(), training={"max_skipped_steps": 0})
         await trainer.train_step([inputs], [targets])
 
-    with pytest.raises(ForgeError, match="the gradient of episodes episode-0, episode-1, .* is not finite"):
+    with pytest.raises(NotFinite, match="the gradient of episodes episode-0, episode-1, .* is not finite"):
         asyncio.run(main())
 
 

@@ -1,5 +1,6 @@
 """A run that is killed and started again goes on from its checkpoint as if it had never been killed."""
 
+import asyncio
 import multiprocessing
 import os
 import random
@@ -13,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from forge.actors.trainer import TitanTrainer
 from forge.controller.journal import Journal
-from tests.integration.checkpoint_worker import Life, live
+from forge.data_models import Progress
+from forge.errors import ActorFailure, ForgeError
+from tests.integration.checkpoint_worker import Life, batches_of, live, start
 from tests.integration.trainer_cases import WeightedLogprobs
+from tests.unit.actors.test_trainer_recovery import files_up_to
 
 TIMEOUT_S = 60
 STEPS = 8
@@ -27,7 +33,7 @@ KILLS = {  # audit event, part of a path, how often in that life: where rank 0 d
     "as it begins to write": ("open", ".distcp", 1),
     "written, but not complete": ("os.rename", ".metadata.tmp", 1),
     "complete, but not in its place": ("os.rename", ".partial", 2),
-    "while an old one is deleted": ("os.rmdir", "step-", 1),
+    "about to delete an old one": ("os.remove", "/.metadata", 1),
 }
 processes_of = multiprocessing.get_context("forkserver")
 processes_of.set_forkserver_preload(["tests.integration.checkpoint_worker"])
@@ -111,12 +117,12 @@ def test_two_killed_ranks_leave_a_checkpoint_that_any_layout_resumes(
     tiny_qwen3: Path, tmp_path: Path, undisturbed: Callable[[Any], Curve]
 ) -> None:
     options = {"folder": str(tmp_path / "saved"), "interval": 1}
-    begun = Life(tiny_qwen3, tmp_path / "curve", 5, options, FSDP, 2, WeightedLogprobs())
+    begun = Life(tiny_qwen3, tmp_path / "curve", 4, options, FSDP, 2, WeightedLogprobs())
     killed_and_resumed(begun, list(KILLS.values())[1:2])
     for name, parallelism in {"one process": {}, "tensor": TENSOR, "pipeline": PIPELINE}.items():
-        options = {"folder": str(shutil.copytree(tmp_path / "saved", tmp_path / name)), "interval": 1}
+        options = {"folder": str(shutil.copytree(tmp_path / "saved", tmp_path / name)), "interval": 0}
         curve = Path(shutil.copy(begun.curve, tmp_path / f"{name}.curve"))
-        life = Life(tiny_qwen3, curve, STEPS, options, parallelism, 2 if parallelism else 1, begun.loss)
+        life = Life(tiny_qwen3, curve, 6, options, parallelism, 2 if parallelism else 1, begun.loss)
         assert run(life)
         assert_follows(life, undisturbed(life.loss), tolerance=1e-5)
 
@@ -127,6 +133,97 @@ def test_two_ranks_resume_what_one_has_begun(
     options = {"folder": str(tmp_path / "saved"), "interval": 2}
     life = Life(tiny_qwen3, tmp_path / "curve", 2, options, loss=WeightedLogprobs())
     assert run(life)
-    life = replace(life, steps=STEPS, parallelism=FSDP, world_size=2)
+    life = replace(life, steps=4, parallelism=FSDP, world_size=2)
     assert run(life)
     assert_follows(life, undisturbed(life.loss), tolerance=1e-5)
+
+
+def test_a_replaced_trainer_repeats_from_what_the_run_started_from(
+    tiny_qwen3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"folder": str(tmp_path / "saved"), "interval": 1, "keep_latest_k": 1}
+    life = Life(tiny_qwen3, tmp_path / "curve", STEPS, options)
+
+    async def main() -> None:
+        first = await start(life)
+        await train(first, 2)
+        await first.teardown()
+        resumed = await start(life, state_dir=tmp_path / "state")
+        await train(resumed, 3)
+        await resumed.save_checkpoint({"position": "elsewhere"})
+        await first.teardown()
+        assert sorted(os.listdir(tmp_path / "saved")) == ["step-2", "step-5"]
+
+        replaced = await start(life, state_dir=tmp_path / "state")
+        assert await replaced.progress() == Progress(5, {"position": "elsewhere"})
+        tensors = zip(replaced.learner.tensors(), resumed.learner.tensors(), strict=True)
+        assert all(torch.equal(*pair) for pair in tensors)
+
+        shutil.rmtree(tmp_path / "saved/step-2")
+        with pytest.raises(ActorFailure, match="this run started from .*step-2, which is gone"):
+            await start(life, state_dir=tmp_path / "state")
+        another_run = await start(life)
+        assert await another_run.progress() == Progress(5, {"position": "elsewhere"})
+
+    asyncio.run(main())
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+    tiny_qwen3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = tmp_path / "saved"
+    life = Life(tiny_qwen3, tmp_path / "curve", STEPS, {"folder": str(saved), "interval": 1})
+
+    def damage(step: int) -> None:
+        for path in (saved / f"step-{step}").glob("*.distcp"):
+            os.truncate(path, path.stat().st_size // 2)
+
+    async def main() -> None:
+        trainer = await start(life)
+        await train(trainer, 3)
+        await trainer.teardown()
+        damage(3)
+        trainer = await start(life)
+        assert (await trainer.progress()).num_steps == 2
+        assert f"{saved / 'step-3'} is damaged: __0_0.distcp has " in caplog.text
+        await train(trainer, 1)  # takes the name of the damaged one
+        await trainer.teardown()
+        assert sorted(os.listdir(saved)) == ["step-2", "step-3", "step-3.damaged"]
+        damage(2)
+        damage(3)
+        for _ in range(2):
+            with pytest.raises(ForgeError, match="every checkpoint in .* is damaged .step-3: .*; step-2: "):
+                await start(life)
+
+    asyncio.run(main())
+
+
+def test_what_can_not_be_saved_is_told(tiny_qwen3: Path, tmp_path: Path) -> None:
+    life = Life(tiny_qwen3, tmp_path / "curve", STEPS, {"folder": str(tmp_path / "saved"), "interval": 0})
+
+    async def main() -> None:
+        trainer = await start(replace(life, checkpoint={}))
+        with pytest.raises(ForgeError, match="needs checkpoint.folder"):
+            await trainer.save_checkpoint()
+        trainer = await start(life)
+        await trainer.save_checkpoint()  # there is nothing yet
+        await trainer.forward_backward(*batches_of(0, 1))
+        with pytest.raises(ForgeError, match="between forward_backward and optim_step"):
+            await trainer.save_checkpoint()
+        await train(trainer, 1)
+        with (
+            files_up_to(100_000),
+            pytest.raises(ForgeError, match="step-1 could not be written: .*make room"),
+        ):
+            await trainer.save_checkpoint()
+        assert (await trainer.train_step(*batches_of(1, 1))).metrics["lr"] > 0
+        await trainer.save_checkpoint()
+        assert os.listdir(tmp_path / "saved") == ["step-2"]
+
+    asyncio.run(main())
+
+
+async def train(trainer: TitanTrainer, num_steps: int) -> None:
+    for _ in range(num_steps):
+        step = (await trainer.progress()).num_steps
+        await trainer.train_step(*batches_of(step, 1), state={"position": step + 1})

@@ -1,6 +1,7 @@
 """What a trainer keeps for the process that takes its place: snapshots, the journal, answers, pushes."""
 
 import logging
+import math
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,14 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from forge.actors.trainer.bad_batches import load_bad_batch
 from forge.actors.trainer.learner import Facts
 from forge.actors.trainer.pushes import to_push_again
 from forge.actors.trainer.recovery import Recovery
 from forge.actors.trainer.snapshot import Snapshots
+from forge.actors.trainer.steps import Steps
 from forge.actors.trainer.work import Answer
 from forge.data_models import ForwardBackwardResult
-from forge.errors import ActorFailure, ForgeError
+from forge.errors import ActorFailure, ForgeError, NotFinite
 from forge.weights.keys import PartKey, stored_versions
+
+STEEP = 1e6  # a gradient that is not finite
 
 
 class Counter:
@@ -34,10 +39,14 @@ class Counter:
             raise self.error
         if not batches:
             raise ForgeError("an empty batch")
+        if math.inf in batches:
+            raise NotFinite("the loss of episode 7 is not finite", ["7"])
         self.gradient += sum(batches)
         return ForwardBackwardResult(self.gradient)
 
     def optim_step(self) -> dict[str, float]:
+        if self.gradient >= STEEP:
+            raise NotFinite("the gradient is not finite")
         self.weight += self.gradient
         self.num_steps += 1
         self.forget()
@@ -62,7 +71,15 @@ class Counter:
 def started(folder: Path, every: int = 2, error: Exception | None = None) -> tuple[Counter, Recovery]:
     """A process that has caught up; one that was there before is taken to be dead."""
     learner = Counter()
-    recovery = Recovery(learner, folder, rank=0, world_size=1, snapshot_every=every)  # type: ignore[arg-type]
+    steps = Steps(learner, max_skipped=2, folder=folder / "bad")  # type: ignore[arg-type]
+    recovery = Recovery(
+        learner,  # type: ignore[arg-type]
+        folder,
+        rank=0,
+        world_size=1,
+        snapshot_every=every,
+        steps=steps,
+    )
     learner.error = error
     for work in recovery.restore():
         recovery.repeat(work)
@@ -119,6 +136,42 @@ def test_an_error_is_raised_again_to_the_caller_it_belongs_to(tmp_path: Path) ->
             train(recovery, call="empty")
         train(recovery, 2.0)
     assert learner.weight[0] == 3
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_steps_that_are_not_finite_are_skipped_until_there_are_too_many_in_a_row(
+    tmp_path: Path, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    skipped = repr(ForwardBackwardResult(math.nan, {"skipped": 1.0}))
+    _, recovery = started(tmp_path, every)
+    train(recovery, 1.0)
+    for call, batch in enumerate([math.inf, 2.0, math.inf]):
+        assert (repr(train(recovery, batch, call=str(call))) == skipped) == (batch == math.inf)
+    assert train(recovery, STEEP) == ForwardBackwardResult(STEEP, {"skipped": 1.0})
+    recovery.close()
+    learner, recovery = started(tmp_path, every)  # repeats them: two in a row
+    assert repr(train(recovery, math.inf, call="2")) == skipped  # asked again
+    for _ in range(2):
+        with pytest.raises(NotFinite, match="episode 7 .* 3 steps in a row; training.max_skipped_steps is 2"):
+            train(recovery, math.inf, call="third")
+    assert (learner.weight[0], learner.num_steps) == (3, 2)
+    assert "step 2 is skipped: the loss of episode 7 is not finite (the batch: " in caplog.text
+    bad = load_bad_batch(tmp_path / "bad/step-3.attempt-2.pt")
+    assert (bad.step, bad.batches, bad.episode_ids) == (3, [STEEP], [])
+    assert bad.reason == "the gradient is not finite"
+    assert load_bad_batch(tmp_path / "bad/step-2.attempt-1.pt").episode_ids == ["7"]
+
+
+def test_one_pass_that_is_not_finite_spoils_the_step_and_no_other(tmp_path: Path) -> None:
+    learner, recovery = started(tmp_path)
+    for batch in (1.0, math.inf, 2.0):
+        recovery.do(f"pass {batch}", "forward_backward", [batch])  # type: ignore[list-item]
+    assert recovery.do("first", "optim_step") == {"skipped": 1.0}
+    assert load_bad_batch(tmp_path / "bad/step-1.attempt-1.pt").batches == [1.0, math.inf]
+    recovery.close()
+    learner, recovery = started(tmp_path)
+    train(recovery, 4.0)
+    assert (learner.weight[0], learner.num_steps) == (4, 1)
 
 
 def test_work_that_failed_unforeseen_may_fail_again_or_be_done(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
@@ -74,6 +75,8 @@ class Checkpoints:
             sd_adapter=None,
         )
         self.folder = CheckpointFolder(Path(options.folder).absolute())
+        if not dist.is_initialized():  # DCP's guess is right
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
 
@@ -191,7 +194,7 @@ class Checkpoints:
     def _begin(self, step: int) -> bool:
         if any(complete > step for complete in self.folder.steps()):
             return False
-        self.folder.begin(step)
+        self.folder.drop_partial()
         return True
 
     def _finish(self, step: int, writing: Any, also_kept: Collection[int]) -> None:
@@ -205,6 +208,8 @@ class Checkpoints:
             raise self._failure(step, error) from error
 
     def _failure(self, step: int, error: BaseException) -> ForgeError:
+        if self._rank == 0:
+            self.folder.drop_partial()  # makes room
         return ForgeError(
             f"the checkpoint {self.folder.of(step)} could not be written: {_reason(error)}. Those before it "
             "are as they were: make room, or name another checkpoint.folder"

@@ -46,8 +46,8 @@ class CheckpointFolder:
         """Removes what kills have left; finishes what they interrupted."""
         self.path.mkdir(parents=True, exist_ok=True)
         for path in list(self.path.iterdir()):
-            if path.name.endswith(".partial"):
-                logger.warning("%s was never completed: it is deleted", path)
+            if path.name.endswith(".partial") or _is_rest(path):
+                logger.warning("%s is not complete, as it was killed: it is deleted", path)
                 shutil.rmtree(path)
             elif match := _OLD.fullmatch(path.name):
                 if (self.path / match[1]).exists():
@@ -55,10 +55,10 @@ class CheckpointFolder:
                 else:
                     os.replace(path, self.path / match[1])
 
-    def begin(self, step: int) -> None:
-        """Makes room for the files of a new one."""
-        shutil.rmtree(self.partial(step), ignore_errors=True)  # of an attempt that failed
-        self.path.mkdir(parents=True, exist_ok=True)
+    def drop_partial(self) -> None:
+        """Deletes what was written of one that failed."""
+        for path in self.path.glob("step-*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def finish(self, step: int) -> None:
         """The written one takes its place, and that of an earlier one of the same step; a kill leaves one."""
@@ -103,3 +103,8 @@ class CheckpointFolder:
             if path.stat().st_size < end:
                 return f"{name} has {path.stat().st_size} of {end} bytes"
         return None
+
+
+def _is_rest(path: Path) -> bool:
+    """Whether it is a checkpoint that was half deleted."""
+    return bool(_NAME.fullmatch(path.name)) and all(file.suffix == ".distcp" for file in path.iterdir())
