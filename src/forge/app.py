@@ -16,7 +16,7 @@ from forge.controller import Runtime
 from forge.controller.chaos import Chaos
 from forge.controller.launcher import make_launcher
 from forge.errors import ConfigError, ForgeError
-from forge.grace import save_in_time
+from forge.grace import SAVE_GRACE_S, save_in_time
 from forge.observability.console import console_sink
 from forge.observability.jsonl import JSONLSink
 from forge.observability.logs import configure_logging
@@ -147,23 +147,31 @@ class Run:
     @contextmanager
     def finishing_steps(self) -> Iterator[None]:
         """Within it Ctrl-C and SIGTERM only set `stop_asked`, so that the step under way can end and be
-        saved; a second one ends the run at once."""
+        saved; a second one ends the run at once, and so do SAVE_GRACE_S after a SIGTERM."""
         loop, ends = asyncio.get_running_loop(), asyncio.current_task()
         assert ends is not None
         old = signal.getsignal(signal.SIGINT)
 
-        def on_signal() -> None:
+        deadlines: list[asyncio.TimerHandle] = []
+
+        def on_signal(number: int) -> None:
             if self.stop_asked:
                 ends.cancel()
                 return
             self.stop_asked = True
-            print("stopping when this step is done; once more to stop at once", file=sys.stderr, flush=True)
+            how_long = "; once more to stop at once"
+            if number == signal.SIGTERM:
+                deadlines.append(loop.call_later(SAVE_GRACE_S, ends.cancel))
+                how_long = f", or in {SAVE_GRACE_S:g} s"
+            print(f"stopping when this step is done{how_long}", file=sys.stderr, flush=True)
 
-        loop.add_signal_handler(signal.SIGINT, on_signal)
-        loop.add_signal_handler(signal.SIGTERM, on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
         try:
             yield
         finally:
+            for deadline in deadlines:
+                deadline.cancel()
             loop.remove_signal_handler(signal.SIGINT)
             signal.signal(signal.SIGINT, old)
             loop.add_signal_handler(signal.SIGTERM, ends.cancel)
