@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from forge.actors.trainer import attention, tree_blocks
+from forge.actors.trainer import branches, tree_blocks
 from forge.actors.trainer.attention import TreeAttention
 from forge.actors.trainer.layout import Layout
 
@@ -17,7 +17,8 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3
 
 
 def _layouts() -> Iterator[Layout]:
-    """Rows of random trees and padding; the queries all, some, or the last; segments in order or not."""
+    """Rows of random trees and padding, at last padding alone. The queries are all, some, or the last tokens;
+    segments stand in order, or not."""
     rng = random.Random(0)
     for i in range(12):
         tokens = []
@@ -32,9 +33,7 @@ def _layouts() -> Iterator[Layout]:
         yield Layout(
             rows, segments, (None, slice(size // 3, 2 * size // 3 + 1), slice(size // 2, size))[i % 3]
         )
-
-
-LAYOUTS = [*_layouts(), Layout(torch.tensor([-1, -1]), torch.tensor([-1, -1]))]
+    yield Layout(torch.tensor([-1, -1]), torch.tensor([-1, -1]))
 
 
 def _visible(layout: Layout) -> Tensor:
@@ -69,12 +68,13 @@ def _by_mask(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attended.transpose(1, 2)
 
 
-@pytest.mark.parametrize("max_saved_bytes", [2**30, 0], ids=["dense", "fused"])
+@pytest.mark.parametrize("max_queries", [256, 3])
 def test_values_and_gradients_equal_the_mask_written_out(
-    max_saved_bytes: int, monkeypatch: pytest.MonkeyPatch
+    max_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "MAX_SAVED_BYTES", max_saved_bytes)
-    for layout in LAYOUTS:
+    monkeypatch.setattr(branches, "MAX_QUERIES", max_queries)
+    monkeypatch.setattr(branches, "FREE_CELLS", 20)
+    for layout in _layouts():
         qkv = _qkv(layout)
         got, want = _attend(layout, *qkv), _by_mask(layout, *qkv)
         assert (got - want).abs().max() < 1e-5
@@ -86,25 +86,28 @@ def test_values_and_gradients_equal_the_mask_written_out(
 
 
 def test_bfloat16_gradients_stay_close_to_float32() -> None:
-    exact, rounded = _qkv(LAYOUTS[0]), _qkv(LAYOUTS[0], torch.bfloat16)
+    layout = next(_layouts())
+    exact, rounded = _qkv(layout), _qkv(layout, torch.bfloat16)
     for tensors in (exact, rounded):
-        _attend(LAYOUTS[0], *tensors).float().square().sum().backward()
+        _attend(layout, *tensors).float().square().sum().backward()
     for want, got in zip(exact, rounded, strict=True):
         assert want.grad is not None and got.grad is not None
         assert (want.grad - got.grad.float()).norm() < 0.02 * want.grad.norm()
 
 
-def test_branches_compute_little_that_is_not_used() -> None:
-    """8 completions of 64 tokens behind a prompt of 200: the whole row would be 712 x 712 cells."""
-    segments = torch.tensor([0] * 200 + [s for s in range(1, 9) for _ in range(64)])
-    batches = Layout(torch.zeros_like(segments), segments).branches.batches
-    assert sum(batch.bias.numel() for batch in batches) <= 200 * 200 + 8 * 64 * 264
+def test_little_is_computed_in_vain() -> None:
+    """8 completions behind a prompt of 200 need 200 x 200 + 8 x 64 x 264 cells, not 712 x 712; of a text of
+    1024 tokens half of the cells."""
+    for lengths, limit in (([200] + [64] * 8, 200 * 200 + 8 * 64 * 264), ([1024], 0.63 * 1024**2)):
+        segments = torch.tensor([s for s, n in enumerate(lengths) for _ in range(n)])
+        batches = Layout(torch.zeros_like(segments), segments).branches.batches
+        assert sum(batch.bias(torch.float32).numel() for batch in batches) <= limit
 
 
 @pytest.mark.parametrize("size", [4, 8])
 def test_flex_attention_gets_the_same_mask_in_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_blocks, "BLOCK", size)
-    for layout in LAYOUTS:
+    for layout in _layouts():
         start, stop = layout.query_range
         visible = _visible(layout)
         partial, full = tree_blocks.tree_blocks(layout.row_ids, layout.segment_ids, start, stop)
@@ -114,9 +117,8 @@ def test_flex_attention_gets_the_same_mask_in_blocks(size: int, monkeypatch: pyt
                 assert pairs.all() and pairs.numel() == size * size and not partial[i, j]
             elif not partial[i, j]:
                 assert not pairs.any()
-        fresh = Layout(layout.row_ids, layout.segment_ids, layout.queries)
         q, k, v = (x.detach().transpose(1, 2) for x in _qkv(layout))
-        got = flex_attention(q, k, v, block_mask=fresh.block_mask, scale=SCALE, enable_gqa=True)
+        got = flex_attention(q, k, v, block_mask=layout.block_mask, scale=SCALE, enable_gqa=True)
         assert isinstance(got, Tensor)
         want = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=SCALE, enable_gqa=True)
         assert (got - want).abs().max() < 1e-5

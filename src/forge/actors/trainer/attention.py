@@ -5,16 +5,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from forge.actors._titan import FlexAttention
-from forge.actors.trainer.branches import BranchBatch
+from forge.actors.trainer.branches import BranchBatch, Branches
 from forge.actors.trainer.layout import Layout
-
-MAX_SAVED_BYTES = 128 * 2**20
-"""Attention probabilities that one layer may keep of a batch of branches for its backward pass on the CPU."""
 
 
 class TreeAttention(FlexAttention):
@@ -36,7 +32,7 @@ class TreeAttention(FlexAttention):
 
     # A break in a compiled layer: what a stream looks like changes with every batch. The argument names are
     # torchtitan's: its sharding rules refer to them.
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=False)  # FlexAttention, in it, is compiled
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         q_BLNH: Tensor,
@@ -52,7 +48,8 @@ class TreeAttention(FlexAttention):
         q, k, v = (x[0] for x in (q_BLNH, k_BLNH, v_BLNH))
         scale = float(q.shape[-1] ** -0.5) if scale is None else scale
         if q.device.type == "cpu":
-            return attend_by_branches(q, k, v, attention_masks, scale)[None]
+            attended = BranchAttention.apply(q, k, v, attention_masks.branches, scale)
+            return attended[None]  # pyright: ignore[reportIndexIssue,reportOptionalSubscript]
         attended = TreeAttention._compiled(
             *(x.transpose(0, 1)[None] for x in (q, k, v)),
             block_mask=attention_masks.block_mask,
@@ -62,38 +59,11 @@ class TreeAttention(FlexAttention):
         return attended.transpose(1, 2)
 
 
-def attend_by_branches(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
-    """q [Sq, N, H], k and v [S, KV, H] -> [Sq, N, H]."""
-    attended = torch.empty_like(q)
-    for batch in layout.branches.batches:
-        attend = DenseAttention.apply if _fits_dense(q, batch) else _fused
-        attended = attended.index_copy(0, batch.tokens, attend(q, k, v, batch, scale))  # type: ignore[arg-type]
-    return attended
+class BranchAttention(torch.autograd.Function):
+    """Attention by plain matrix products, batch by batch; the probabilities are computed again backward.
 
-
-def _fits_dense(q: Tensor, batch: BranchBatch) -> bool:
-    return batch.bias.numel() * q.shape[1] * q.element_size() <= MAX_SAVED_BYTES
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, batch: BranchBatch, scale: float) -> Tensor:
-    """The results [M, N, H] of a batch, nothing of size Lq x Lk kept."""
-    queries, keys, values = q[batch.queries], k[batch.keys], v[batch.keys]
-    attended = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (queries, keys, values)),
-        attn_mask=None if batch.is_causal else batch.bias.to(q.dtype),
-        is_causal=batch.is_causal,
-        scale=scale,
-        enable_gqa=True,
-    )
-    return attended.transpose(1, 2).flatten(0, 1)[batch.cells]
-
-
-class DenseAttention(torch.autograd.Function):
-    """The same by plain matrix products that keep their probabilities.
-
-    On the CPU and branches of some hundred tokens about four times as fast as torch's fused kernel in
-    bfloat16 (2.4 against 10.9 ms for 4 rows of 125 tokens, forward and backward), and no slower in float32.
-    Heads that share keys are laid behind each other, so that no key is repeated.
+    On the CPU and branches of some hundred tokens several times as fast as torch's fused kernel in bfloat16,
+    and it keeps no more. Heads that share keys are laid behind each other, so that no key is repeated.
     """
 
     @staticmethod
@@ -102,67 +72,75 @@ class DenseAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        batch: BranchBatch,
+        branches: Branches,
         scale: float,
     ) -> Tensor:
-        num, _, length_q, length_k = batch.bias.shape
-        queries, keys, values = _gathered(q, k, v, batch)
-        # `out`: selective activation checkpointing keeps what other products return, and it is written over
-        scores = queries.new_empty(len(queries), queries.shape[1], keys.shape[1])
-        torch.bmm(queries * scale, keys.transpose(1, 2), out=scores)
-        by_branch = scores.view(num, -1, length_q, length_k)
-        by_branch += batch.bias
-        probabilities = torch.softmax(scores, dim=-1)
-        ctx.save_for_backward(q, k, v, probabilities)
-        ctx.batch, ctx.scale = batch, scale  # type: ignore[attr-defined]
-        return _tokens_first(torch.bmm(probabilities, values), num, length_q)[batch.cells]
+        """q [Sq, N, H], k and v [S, KV, H] -> [Sq, N, H]."""
+        ctx.save_for_backward(q, k, v)
+        ctx.branches, ctx.scale = branches, scale  # type: ignore[attr-defined]
+        parts = []
+        for batch in branches.batches:
+            queries = _queries(q, batch, branches.first_query, k.shape[1])
+            keys, values = _keys(k, batch), _keys(v, batch)
+            attended = torch.bmm(_probabilities(queries, keys, batch, scale), values)
+            parts.append(_tokens_first(attended, *batch.queries.shape))
+        return torch.cat(parts).index_select(0, branches.order)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: torch.autograd.function.FunctionCtx, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, probabilities = ctx.saved_tensors  # type: ignore[attr-defined]
-        batch: BranchBatch = ctx.batch  # type: ignore[attr-defined]
-        num, _, length_q, length_k = batch.bias.shape
-        queries, keys, values = _gathered(q, k, v, batch)
-        padded = grad.new_zeros(num * length_q, *grad.shape[1:]).index_copy_(0, batch.cells, grad)
-        grad = _heads_first(padded.view(num, length_q, *grad.shape[1:]), k.shape[1])
-        grad_values = torch.bmm(probabilities.transpose(1, 2), grad)
-        grad_p = torch.bmm(grad, values.transpose(1, 2))
-        grad_scores = torch.ops.aten._softmax_backward_data(grad_p, probabilities, -1, grad_p.dtype)
-        grad_scores *= ctx.scale  # type: ignore[attr-defined]
-        grad_queries = torch.bmm(grad_scores, keys)
-        grad_keys = torch.bmm(grad_scores.transpose(1, 2), queries)
-        grad_q = torch.zeros_like(q)
-        grad_q[batch.tokens] = _tokens_first(grad_queries, num, length_q)[batch.cells]
-        grad_k, grad_v = (
-            _summed(_tokens_first(g, num, length_k), batch.keys.flatten(), like)
-            for g, like in ((grad_keys, k), (grad_values, v))
-        )
-        return grad_q, grad_k, grad_v, None, None
+        q, k, v = ctx.saved_tensors  # type: ignore[attr-defined]
+        branches: Branches = ctx.branches  # type: ignore[attr-defined]
+        scale: float = ctx.scale  # type: ignore[attr-defined]
+        parts = []
+        # summed in float32: a prompt's keys stand in many branches
+        grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+        for batch in branches.batches:
+            queries = _queries(q, batch, branches.first_query, k.shape[1])
+            part = _queries(grad, batch, branches.first_query, k.shape[1])
+            keys, values = _keys(k, batch), _keys(v, batch)
+            p = _probabilities(queries, keys, batch, scale)
+            _add(grad_v, torch.bmm(p.transpose(1, 2), part), batch)
+            grad_p = torch.bmm(part, values.transpose(1, 2))
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype).mul_(scale)
+            _add(grad_k, torch.bmm(grad_scores.transpose(1, 2), queries), batch)
+            parts.append(_tokens_first(torch.bmm(grad_scores, keys), *batch.queries.shape))
+        grad_q = torch.cat(parts).index_select(0, branches.order)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
-def _summed(parts: Tensor, tokens: Tensor, like: Tensor) -> Tensor:
-    """Gradients [n * Lk, KV, H] of keys that stand in several branches -> [S, KV, H], summed in float32."""
-    total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-    return total.index_add_(0, tokens, parts.float()).to(like.dtype)
+def _probabilities(queries: Tensor, keys: Tensor, batch: BranchBatch, scale: float) -> Tensor:
+    """[n * KV, G * Lq, Lk]."""
+    # `out`: selective activation checkpointing keeps what other products return, and it is written over
+    scores = queries.new_empty(len(queries), queries.shape[1], keys.shape[1])
+    torch.bmm(queries * scale, keys.transpose(1, 2), out=scores)
+    by_branch = scores.view(len(batch.keys), -1, batch.queries.shape[1], batch.keys.shape[1])
+    by_branch += batch.bias(scores.dtype)
+    return torch.softmax(scores, dim=-1)
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, batch: BranchBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [n * KV, G * Lq, H], keys and values [n * KV, Lk, H]."""
-    num_kv_heads = k.shape[1]
-    return (
-        _heads_first(q[batch.queries], num_kv_heads),
-        _heads_first(k[batch.keys], num_kv_heads),
-        _heads_first(v[batch.keys], num_kv_heads),
-    )
+def _queries(x: Tensor, batch: BranchBatch, first_query: int, num_kv_heads: int) -> Tensor:
+    """x [Sq, KV * G, H] at the queries of a batch -> [n * KV, G * Lq, H], 0 in the padding."""
+    tokens = batch.queries.flatten()
+    chosen = x.index_select(0, (tokens - first_query).clamp_(min=0))
+    chosen.masked_fill_((tokens < 0)[:, None, None], 0)
+    num, length = batch.queries.shape
+    return chosen.view(num, length, *x.shape[1:]).transpose(1, 2).reshape(num * num_kv_heads, -1, x.shape[2])
 
 
-def _heads_first(x: Tensor, num_kv_heads: int) -> Tensor:
-    """[n, L, KV * G, H] -> [n * KV, G * L, H]."""
-    return x.transpose(1, 2).reshape(len(x) * num_kv_heads, -1, x.shape[-1])
+def _keys(x: Tensor, batch: BranchBatch) -> Tensor:
+    """x [S, KV, H] at the keys of a batch -> [n * KV, Lk, H]; the bias hides the padding."""
+    chosen = x.index_select(0, batch.keys.flatten().clamp(min=0))
+    return chosen.view(*batch.keys.shape, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
 
 
 def _tokens_first(x: Tensor, num: int, length: int) -> Tensor:
     """[n * KV, G * L, H] -> [n * L, KV * G, H]."""
     return x.view(num, -1, length, x.shape[-1]).transpose(1, 2).flatten(0, 1)
+
+
+def _add(total: Tensor, parts: Tensor, batch: BranchBatch) -> None:
+    """Adds gradients [n * KV, Lk, H] of a batch's keys to those of all, [S, KV, H]; the padding's are 0."""
+    tokens = batch.keys.flatten().clamp(min=0)
+    total.index_add_(0, tokens, _tokens_first(parts, *batch.keys.shape).float())
