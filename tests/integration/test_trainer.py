@@ -163,7 +163,7 @@ def test_before_the_first_step_policy_and_reference_agree(tiny_llama: Path, dtyp
     assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("max_tokens", [None, 18])
+@pytest.mark.parametrize("max_tokens", [None, 19])
 def test_reference_logprobs_come_back_in_order_whatever_the_groups_and_passes(
     tiny_qwen3: Path, max_tokens: int | None
 ) -> None:

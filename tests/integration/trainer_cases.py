@@ -116,9 +116,9 @@ async def start_trainer(folder: Path, loss: Any, **sections: Mapping[str, Any]) 
     return trainer
 
 
-async def start_reference(folder: Path, dtype: str = "float32") -> ReferenceModel:
+async def start_reference(folder: Path, dtype: str = "float32", **training: Any) -> ReferenceModel:
     """For sequences of up to 64 tokens."""
-    reference = ReferenceModel(folder, training={"seq_len": 64, "dtype": dtype})
+    reference = ReferenceModel(folder, training={"seq_len": 64, "dtype": dtype, **training})
     await reference.setup()
     return reference
 

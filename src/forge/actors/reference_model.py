@@ -1,8 +1,8 @@
 """[3] ReferenceModel: what a frozen model thinks of the tokens that the policy sampled."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ from forge.rl.collate import pack_completions
 
 if TYPE_CHECKING:
     from forge.actors.trainer.sharded import ShardedModel
+
+T = TypeVar("T")
+R = TypeVar("R")
+Groups = dict[tuple[float, tuple[int, ...]], list[int]]
+"""Temperature and prompt -> which completions have them."""
 
 
 class ReferenceModel(ForgeActor):
@@ -80,31 +85,31 @@ class ReferenceModel(ForgeActor):
 
     @torch.no_grad()
     def _forward(self, input_ids: Tensor, num_prompt: int, return_logprobs: bool) -> Tensor:
-        rows, length = input_ids.shape
-        columns = torch.arange(length, device=self.model.device)
-        inputs = TrainInputs(
-            input_ids=input_ids.to(self.model.device),
-            positions=columns.expand(rows, length),
-            segment_ids=torch.zeros(rows, length, dtype=torch.long, device=self.model.device),
-        )
-        cells = torch.arange(rows, device=self.model.device)[:, None] * length + columns
+        num_rows, length = input_ids.shape
+        per_pass = min(self._tokens_per_pass(input_ids.numel()) // length, num_rows)
+        parts = list(input_ids.to(self.model.device).split(max(1, per_pass)))
+        found = self._each(parts, lambda ids: self._predict(ids, num_prompt, return_logprobs))
+        return torch.cat(found).view(num_rows, length - num_prompt, *found[0].shape[1:])
+
+    def _predict(self, input_ids: Tensor, num_prompt: int, return_logprobs: bool) -> Tensor:
+        """Logits or log-probabilities of what stands behind the prompts of some rows, row by row."""
+        num_rows, length = input_ids.shape
+        columns = torch.arange(length, device=input_ids.device)
+        inputs = TrainInputs(input_ids, columns.expand(num_rows, length), torch.zeros_like(input_ids))
+        cells = torch.arange(num_rows, device=input_ids.device)[:, None] * length + columns
         sources = cells[:, num_prompt - 1 : -1].flatten()
         if not return_logprobs:
-            return self.model.logits(inputs, sources).float().view(rows, length - num_prompt, -1)
-        targets = inputs.input_ids[:, num_prompt:].flatten()
-        return self.model.logprobs(inputs, sources, targets).view(rows, length - num_prompt)
+            return self.model.logits(inputs, sources).float()
+        return self.model.logprobs(inputs, sources, input_ids[:, num_prompt:].flatten())
 
     @torch.no_grad()
     def _logprobs(self, completions: list[Completion]) -> list[Tensor]:
-        groups: dict[tuple[float, tuple[int, ...]], list[int]] = {}
-        for i, completion in enumerate(completions):
-            prompt = () if completion.prompt_ids is None else tuple(completion.prompt_ids.tolist())
-            groups.setdefault((completion.temperature, prompt), []).append(i)
-        found: dict[int, Tensor] = {}
-        for temperature in {temperature for temperature, _ in groups}:
-            members = [ids for (t, _), ids in groups.items() if t == temperature]
-            scored = self._score([[completions[i] for i in ids] for ids in members])
-            found.update(zip([i for ids in members for i in ids], scored, strict=True))
+        groups = _groups(completions)
+        num_tokens = sum(len(prompt) for _, prompt in groups) + sum(len(c.token_ids) for c in completions)
+        parts = _passes(groups, completions, self._tokens_per_pass(num_tokens))
+        scored = self._each(parts, lambda part: self._score([[completions[i] for i in row] for row in part]))
+        places = [i for part in parts for row in part for i in row]
+        found = dict(zip(places, (tensor for tensors in scored for tensor in tensors), strict=True))
         return [found[i] for i in range(len(completions))]
 
     def _score(self, groups: list[list[Completion]]) -> list[Tensor]:
@@ -117,3 +122,51 @@ class ReferenceModel(ForgeActor):
             inputs, targets.source_ids[mask], targets.target_ids[mask], targets.temperature
         )
         return list(logprobs.split(mask.sum(-1).tolist()))
+
+    def _tokens_per_pass(self, num_tokens: int) -> int:
+        """As many as a pass may have, and few enough that every data-parallel rank gets a pass."""
+        share = -(-num_tokens // self.model.job.dp_size)
+        return min(share, self.config.training.max_tokens_per_pass or share)
+
+    def _each(self, parts: list[T], compute: Callable[[T], R]) -> list[R]:
+        """Computes every part on one data-parallel rank; all ranks get all results.
+
+        Sharded passes need as many of them on every rank: one without a part left repeats another.
+        """
+        if not parts:
+            return []
+        job = self.model.job
+        own = range(job.dp_rank, -(-len(parts) // job.dp_size) * job.dp_size, job.dp_size)
+        by_rank = job.gather([compute(parts[i % len(parts)]) for i in own])
+        return [by_rank[i % job.dp_size][i // job.dp_size] for i in range(len(parts))]
+
+
+def _groups(completions: Sequence[Completion]) -> Groups:
+    groups: Groups = {}
+    for i, completion in enumerate(completions):
+        prompt = () if completion.prompt_ids is None else tuple(completion.prompt_ids.tolist())
+        groups.setdefault((completion.temperature, prompt), []).append(i)
+    return groups
+
+
+def _passes(groups: Groups, completions: Sequence[Completion], max_tokens: int) -> list[list[list[int]]]:
+    """Passes of one temperature, made of rows of one prompt, made of indices into the completions.
+
+    A pass has at most `max_tokens` tokens, a row's prompt counted once, or a single completion.
+    """
+    passes: list[list[list[int]]] = []
+    used, last_temperature = 0, None
+    for (temperature, prompt), members in sorted(groups.items(), key=lambda item: item[0][0]):
+        row: list[int] | None = None
+        for i in members:
+            cost = len(completions[i].token_ids) + (len(prompt) if row is None else 0)
+            if temperature != last_temperature or used + cost > max_tokens:
+                passes.append([])
+                used, last_temperature, row = 0, temperature, None
+                cost = len(completions[i].token_ids) + len(prompt)
+            if row is None:
+                row = []
+                passes[-1].append(row)
+            row.append(i)
+            used += cost
+    return passes
