@@ -14,6 +14,7 @@ from forge.controller.journal import Journal
 from forge.data_models import Episode, TrainInputs, TrainTargets
 from forge.errors import ConfigError, ForgeError
 from forge.observability.metrics import record
+from forge.rl.balance import balance
 from forge.rl.collate import collate
 
 logger = logging.getLogger(__name__)
@@ -37,9 +38,10 @@ class BufferInfo:
 class ReplayBuffer(ForgeActor):
     """First in, first out; an episode older than `max_policy_age` versions is never trained on.
 
-    batch_size: episodes a data-parallel rank gets each step; max_policy_age: versions the trainer may be
-    ahead of the policy that sampled an episode; dp_size: data-parallel ranks of the trainer; sync_interval:
-    training steps from one update of the generator to the next.
+    batch_size: episodes of a step for each data-parallel rank (they get about equal numbers of tokens, not of
+    episodes); max_policy_age: versions the trainer may be ahead of the policy that sampled an episode;
+    dp_size: data-parallel ranks of the trainer; sync_interval: training steps from one update of the
+    generator to the next.
 
     Everything that changes the buffer is in its journal before the caller knows of it. The process that
     takes the place of a killed one goes on from there, and a call that is repeated has its effect once: so
@@ -116,7 +118,8 @@ class ReplayBuffer(ForgeActor):
     async def sample(
         self, curr_policy_version: int, batch_size: int | None = None, wait: bool = False
     ) -> TrainBatch | None:
-        """The oldest fresh episodes, `batch_size` (the buffer's own when None) for each data-parallel rank.
+        """The oldest fresh episodes, `batch_size` (the buffer's own when None) times the data-parallel ranks,
+        shared out to them (see forge.rl.balance).
 
         None while there are too few; with `wait`, returns only when there are enough. `episode_ids` of the
         targets say which they are.
@@ -175,10 +178,9 @@ class ReplayBuffer(ForgeActor):
         return (generating + self._max_policy_age + 1) * self._batch_size * self._dp_size
 
     def _collate(self, batch: Batch) -> TrainBatch:
-        share = len(batch.episodes) // self._dp_size
         ages = [batch.version - e.policy_version for e in batch.episodes]
         record("staleness", mean=sum(ages) / len(ages), age_max=max(ages))
-        return collate([batch.episodes[i : i + share] for i in range(0, len(batch.episodes), share)])
+        return collate(balance(batch.episodes, self._dp_size))
 
 
 def _compact(episode: Episode) -> Episode:

@@ -45,7 +45,7 @@ def balance(episodes: Sequence[Episode], dp_size: int) -> list[list[Episode]]:
     ]
     while _move_one(shares):
         pass
-    return [[episodes[i] for i in sorted(share.numbers)] for share in shares]
+    return [[episodes[i] for i in numbers] for numbers in sorted(sorted(s.numbers) for s in shares)]
 
 
 class _Share:

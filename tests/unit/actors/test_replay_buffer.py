@@ -26,7 +26,7 @@ def ids(batch: tuple | None) -> list[list[str]]:
     return [targets.episode_ids for targets in batch[1]]
 
 
-def test_batches_come_oldest_first_in_equal_shares() -> None:
+def test_batches_come_oldest_first_shared_out_evenly() -> None:
     async def scenario() -> None:
         buffer = ReplayBuffer(batch_size=2, max_policy_age=1, dp_size=2)
         await buffer.add(*(episode(i) for i in range(3)))

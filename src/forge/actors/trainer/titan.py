@@ -261,11 +261,11 @@ class TitanTrainer(ForgeActor):
                 raise ForgeError("TrainInputs need TrainTargets beside them")
             else:
                 batches.append((given, targets[i]))
-        for _, given in batches:
-            if size is not None and len(given.target_ids) != size:
-                raise ForgeError(
-                    f"training.local_batch_size is {size}, but a rank got {len(given.target_ids)} sequences"
-                )
+        total = sum(len(given.target_ids) for _, given in batches)
+        if size is not None and total != size * dp_size:
+            raise ForgeError(
+                f"training.local_batch_size is {size}, but {dp_size} ranks got {total} sequences together"
+            )
         return batches
 
     def _record(self, result: ForwardBackwardResult) -> None:
