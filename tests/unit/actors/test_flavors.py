@@ -12,14 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.models import llama3, qwen3
+from transformers import AutoModelForCausalLM
 
 from forge.actors import _titan as titan
 from forge.actors.reference_model import ReferenceModel
+from forge.actors.trainer import TitanTrainer
 from forge.actors.trainer.checkpoint_files import save_weights
 from forge.actors.trainer.flavors import REGISTRIES, flavor_config
 from forge.actors.trainer.options import ModelOptions
 from forge.actors.trainer.source import resolve_model
 from forge.errors import ConfigError
+from forge.rl.loss import GRPOLoss
 from tests.tiny import make_tiny_model, make_tokenizer
 
 
@@ -68,7 +71,7 @@ def test_a_flavor_computes_what_the_registered_model_computes(
     want, weights = _registered(registry("debugmodel"), ids)
     flavor_config(name, "debugmodel").save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    save_weights(weights, tmp_path)
+    save_weights(weights.items(), tmp_path)
 
     async def main() -> Tensor:
         model = {"hf_assets_path": str(tmp_path), "name": name, "flavor": "debugmodel"}
@@ -78,6 +81,30 @@ def test_a_flavor_computes_what_the_registered_model_computes(
 
     assert want.abs().max() > 1
     assert (asyncio.run(main()) - want[:, :-1]).abs().max() < 1e-4
+
+
+def test_without_a_folder_the_weights_are_random_and_an_export_loads_in_transformers(tmp_path: Path) -> None:
+    ids = torch.randint(0, 2048, (40,), generator=torch.Generator().manual_seed(0))
+
+    async def main() -> list[Tensor]:
+        scores = []
+        for seed in (7, 7, 8):
+            model = {"name": "llama3", "flavor": "debugmodel"}
+            trainer = TitanTrainer(model, GRPOLoss(), training={"seq_len": 64, "dtype": "float32"}, seed=seed)
+            await trainer.setup()
+            scores.append(await trainer.score(ids.tolist()))
+            if seed == 8:
+                await trainer.export(str(tmp_path))
+        return scores
+
+    first, again, other = asyncio.run(main())
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other, atol=1e-2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.float32
+    with torch.no_grad():
+        want = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
+    assert (other - want).abs().max() < 1e-4
 
 
 def test_dense_flavors_are_taken_and_others_refused_with_the_reason() -> None:

@@ -70,5 +70,6 @@ def _draw(name: str, like: Tensor, std: float, seed: int) -> Tensor:
     device = like.to_local().device if isinstance(like, DTensor) else like.device
     if like.dim() == 1:
         return torch.full(like.shape, float(not name.endswith("bias")), device=device)
-    generator = torch.Generator(device).manual_seed((seed << 32) + zlib.crc32(name.encode()))
+    # the CPU's generator reads 32 bits of a seed
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.empty(like.shape, device=device).normal_(0.0, std, generator=generator)
