@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from forge.actors import _titan as titan
+from forge.actors.trainer.agreement import from_rank_0
 from forge.actors.trainer.checkpoint_folder import CheckpointFolder
 from forge.actors.trainer.checkpoint_options import CheckpointOptions
 from forge.actors.trainer.learner import Facts
@@ -90,7 +91,7 @@ class Checkpoints:
         That which is written in the file `note`, else the newest that is complete and whole, which is then
         written there. Raises ActorFailure when the written one is gone, ForgeError when all are damaged.
         """
-        return _from_rank_0(lambda: self._base(note), self._rank)
+        return from_rank_0(lambda: self._base(note), self._rank)
 
     def load(self, step: int) -> Standing:
         """Model, optimizer, schedule, random numbers and loss become those of this checkpoint.
@@ -128,7 +129,7 @@ class Checkpoints:
         """
         step = self._learner.num_steps
         self.wait()
-        if step == 0 or not _from_rank_0(lambda: self._begin(step), self._rank):
+        if step == 0 or not from_rank_0(lambda: self._begin(step), self._rank):
             return
         self._standing = standing
         mode = titan.AsyncMode.ASYNC if self._is_async else titan.AsyncMode.DISABLED
@@ -231,18 +232,3 @@ def _reason(error: BaseException) -> str:
         rank, (first, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {type(first).__name__}: {first}"
     return str(error)
-
-
-def _from_rank_0(function: Callable[[], Any], rank: int) -> Any:
-    """What the function returns on rank 0, or the ForgeError that it raises there, on every rank."""
-    result: list[Any] = [None]
-    if rank == 0:
-        try:
-            result = [function()]
-        except ForgeError as error:
-            result = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(result, src=0)
-    if isinstance(result[0], ForgeError):
-        raise result[0]
-    return result[0]

@@ -4,18 +4,20 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forge.errors import AssetError
 
 INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5 * 10**9
+"""Of an exported file: what the writer holds in memory."""
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
 # What a model folder holds beside its weights: config, tokenizer, chat template, generation defaults.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
@@ -63,9 +65,38 @@ def replacing(folder: Path) -> Iterator[Path]:
     new.rmdir()
 
 
-def save_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Whole tensors by Hugging Face names -> safetensors files."""
-    save_torch_state_dict({name: t.contiguous() for name, t in tensors.items()}, folder)
+def save_weights(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, max_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Whole tensors by Hugging Face names -> safetensors files, and the index when they are several.
+
+    No more than one file's tensors are held at a time. One tensor that is larger has a file of its own.
+    """
+    file_of: list[list[str]] = []
+    waiting: dict[str, Tensor] = {}
+    total = 0
+
+    def write() -> None:
+        save_file(waiting, folder / f"{len(file_of)}.part", metadata={"format": "pt"})
+        file_of.append(list(waiting))
+        waiting.clear()
+
+    for name, tensor in tensors:
+        if waiting and sum(t.nbytes for t in waiting.values()) + tensor.nbytes > max_bytes:
+            write()
+        waiting[name] = tensor.cpu().contiguous()
+        total += tensor.nbytes
+    write()
+    if len(file_of) == 1:
+        os.replace(folder / "0.part", folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(file_of):
+        file = f"model-{i + 1:05d}-of-{len(file_of):05d}.safetensors"
+        os.replace(folder / f"{i}.part", folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def save_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -1,16 +1,17 @@
 """One rank's part of a training step: gradients gathered over micro-batches and ranks, then an update."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
+from forge.actors.trainer.agreement import from_rank_0
 from forge.actors.trainer.checkpoint_files import replacing, save_weights
 from forge.actors.trainer.feed import Query
 from forge.actors.trainer.loss_pass import Loss, as_floats, loss_of, normalizer_of
@@ -140,17 +141,28 @@ class Learner:
             name: t.detach().to(self.model.dtype, copy=True) for name, t in self.model.hf_tensors().items()
         }
 
-    @torch.no_grad()
-    def export(self, folder: Path, *, write: bool) -> None:
-        """A Hugging Face folder in the computing dtype; one rank writes it, all must call."""
-        dtype = self.model.dtype
-        tensors = {name: t.cpu() for name, t in self.model.whole_tensors(dtype) if write}
-        if write:
+    def export(self, folder: Path, *, rank: int) -> None:
+        """A Hugging Face folder in the computing dtype; rank 0 writes it, all must call.
+
+        No process holds more of the model than its own part and the tensors of one file. Raises ForgeError,
+        on every rank, when it can't be written.
+        """
+        tensors = self.model.whole_tensors(self.model.dtype)
+        if rank != 0:
+            for _ in tensors:
+                pass
+        from_rank_0(lambda: self._write(folder, tensors), rank)
+
+    def _write(self, folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        try:
             with replacing(folder) as new:
                 save_weights(tensors, new)
-                self.model.source.save_companions(new, dtype)
-        if dist.is_initialized():
-            dist.barrier()
+                self.model.source.save_companions(new, self.model.dtype)
+        except (OSError, SafetensorError) as error:
+            raise ForgeError(f"the model can't be exported to {folder}: {error}") from error
+        finally:
+            for _ in tensors:  # the other ranks go through all of them
+                pass
 
     def _check_losses(self, tallies: Sequence[Tally], passes: Sequence[Sequence[MicroBatch]]) -> None:
         bad = [

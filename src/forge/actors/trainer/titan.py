@@ -242,8 +242,8 @@ class TitanTrainer(ForgeActor):
 
     @endpoint(retry=True)
     async def export(self, folder: str) -> None:
-        """Writes a Hugging Face folder, in `training.dtype`, that transformers and vLLM load."""
-        await self.run_blocking(self.learner.export, Path(folder), write=self.rank == 0)
+        """Writes a Hugging Face folder, in `training.dtype`, that transformers and vLLM load: rank 0 does."""
+        await self.run_blocking(self.learner.export, Path(folder), rank=self.rank)
 
     def _batches(self, inputs: Inputs, targets: Targets) -> list[MicroBatch]:
         """Every rank's batch, checked; text becomes rows of one segment."""
