@@ -1,4 +1,7 @@
-"""Several processes train as one does: FSDP, tensor parallel, replicas, and two at once, over gloo."""
+"""Parity table: several processes, under every layout, train as plain transformers and torch do in one.
+
+Run it with `-rP` to read the table: the largest difference of any weight after five steps.
+"""
 
 import json
 import os
@@ -6,7 +9,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,77 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.integration.plain_training import PlainRun, plain_logprobs, train_plainly
+from tests.integration.trainer_worker import MASKED, PROBE, advantages_of, all_groups
+from tests.tiny import make_tiny_model
 
 TIMEOUT_S = 280
-FSDP = {"data_parallel_shard_degree": 2}
-TENSOR = {"tensor_parallel_degree": 2}
-REPLICATE = {"data_parallel_replicate_degree": 2}
+SHARD = "data_parallel_shard_degree"
+REPLICATE = "data_parallel_replicate_degree"
+TENSOR = "tensor_parallel_degree"
+PIPELINE = "pipeline_parallel_degree"
+CONTEXT = "context_parallel_degree"
+SCHEDULE = "pipeline_parallel_schedule"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One row of the table."""
+
+    layout: str
+    parallelism: dict[str, Any]
+    model: str  # family and whether embeddings are tied
+    rows: str
+    accumulation: int
+    training: dict[str, Any] = field(default_factory=dict)
+    by_tokens: bool = False  # a mean over tokens, by a loss that reads logits
+    more: bool = False  # the reference and a broken episode, too
+
+    def __str__(self) -> str:
+        extras = [*self.training, "by tokens"] if self.by_tokens else [*self.training]
+        return ", ".join([self.layout, self.model, self.rows, f"x{self.accumulation}", *extras])
+
+    @property
+    def world_size(self) -> int:
+        degrees = [value for name, value in self.parallelism.items() if name != SCHEDULE]
+        return torch.tensor(degrees).prod().item()
+
+
+INTERLEAVED = {PIPELINE: 2, SCHEDULE: "Interleaved1F1B"}
+FULL, SELECTIVE = {"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}
+TWO = [
+    Plan("FSDP 2", {SHARD: 2}, "llama tied", "shared", 1, more=True),
+    Plan("FSDP 2", {SHARD: 2}, "qwen3", "padded", 4, FULL),
+    Plan("FSDP 2", {SHARD: 2}, "qwen3 tied", "packed", 4, {"cpu_offload": True}, by_tokens=True),
+    Plan("TP 2", {TENSOR: 2}, "llama tied", "packed", 4, more=True),
+    Plan("TP 2", {TENSOR: 2}, "qwen3", "shared", 1, SELECTIVE, by_tokens=True),
+    Plan("HSDP 2 x 1", {REPLICATE: 2}, "llama", "shared", 4),
+    Plan("HSDP 2 x 1", {REPLICATE: 2}, "qwen3 tied", "padded", 1),
+    Plan("PP 2 1F1B", {PIPELINE: 2}, "llama", "shared", 4, more=True),
+    Plan("PP 2 1F1B", {PIPELINE: 2}, "qwen3", "padded", 1, FULL),
+    Plan("PP 2 Interleaved1F1B", INTERLEAVED, "qwen3", "packed", 4, by_tokens=True),
+    Plan("PP 2 Interleaved1F1B", INTERLEAVED, "llama", "shared", 5),
+    Plan("PP 2 GPipe", {PIPELINE: 2, SCHEDULE: "GPipe"}, "llama", "padded", 1, SELECTIVE),
+    Plan("CP 2", {CONTEXT: 2}, "llama tied", "shared", 1, by_tokens=True, more=True),
+    Plan("CP 2", {CONTEXT: 2}, "qwen3", "packed", 4),
+]
+FOUR = [
+    Plan("FSDP 4", {SHARD: 4}, "llama tied", "padded", 4),
+    Plan("FSDP 4", {SHARD: 4}, "qwen3", "shared", 1, by_tokens=True),
+    Plan("FSDP 2 x TP 2", {SHARD: 2, TENSOR: 2}, "llama tied", "shared", 4),
+    Plan("FSDP 2 x TP 2", {SHARD: 2, TENSOR: 2}, "qwen3", "packed", 1),
+    Plan("HSDP 2 x 2", {REPLICATE: 2, SHARD: 2}, "qwen3 tied", "shared", 4),
+    Plan("PP 2 x FSDP 2", {PIPELINE: 2, SHARD: 2}, "llama", "shared", 4, more=True),
+    Plan("PP 2 x FSDP 2", {**INTERLEAVED, SHARD: 2}, "qwen3", "padded", 1),
+    Plan("PP 2 x TP 2", {PIPELINE: 2, TENSOR: 2}, "qwen3", "shared", 4),
+    Plan("PP 2 x CP 2", {PIPELINE: 2, CONTEXT: 2}, "llama", "packed", 1),
+    Plan("CP 2 x FSDP 2", {CONTEXT: 2, SHARD: 2}, "qwen3", "shared", 4, by_tokens=True),
+    Plan("CP 2 x TP 2", {CONTEXT: 2, TENSOR: 2}, "llama tied", "packed", 1),
+]
+BFLOAT16 = Plan("FSDP 2", {SHARD: 2}, "llama tied", "shared", 4, {"dtype": "bfloat16"})
+COMPILED = Plan("FSDP 2", {SHARD: 2}, "qwen3", "shared", 1, {"compile": True})
 
 
 @dataclass(frozen=True)
@@ -26,7 +96,7 @@ class Outcome:
     """What one plan led to."""
 
     ranks: list[dict[str, Any]]  # what each rank saw
-    weights: dict[str, Tensor]  # after two steps
+    weights: dict[str, Tensor]  # after all steps
 
 
 def run_ranks(out: Path, world_size: int, plans: list[dict[str, Any]]) -> list[Outcome]:
@@ -57,55 +127,109 @@ def run_ranks(out: Path, world_size: int, plans: list[dict[str, Any]]) -> list[O
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    tiny_llama: Path, tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Outcome]:
-    """The outcome for a model on one process or on several; each pool of processes runs once."""
-    folders = {"llama, tied": str(tiny_llama), "qwen3, untied": str(tiny_qwen3)}
-    pools = {1: [{}], 2: [FSDP, TENSOR, REPLICATE], 4: [FSDP | TENSOR]}
-    found: dict[str, Outcome] = {}
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of four layers by family, and whether embeddings are tied."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        f"{family}{' tied' * tied}": make_tiny_model(
+            root / f"{family}{tied}", family, tied=tied, num_hidden_layers=4
+        )
+        for family in ("llama", "qwen3")
+        for tied in (False, True)
+    }
 
-    def outcome(model: str, parallelism: dict[str, int], dtype: str = "float32") -> Outcome:
-        world_size = 2 ** len(parallelism)
-        key = f"{model} {parallelism} {dtype}"
-        if key not in found:
-            cases = [(m, p, "float32") for m in folders for p in pools[world_size]]
-            cases += [("llama, tied", p, "bfloat16") for p in pools[world_size][:1] if world_size < 4]
-            plans = [{"folder": folders[m], "parallelism": p, "dtype": d} for m, p, d in cases]
-            ran = run_ranks(tmp_path_factory.mktemp("ranks") / str(world_size), world_size, plans)
-            found.update({f"{m} {p} {d}": o for (m, p, d), o in zip(cases, ran, strict=True)})
-        return found[key]
+
+@pytest.fixture(scope="module")
+def outcome_of(
+    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Plan], Outcome]:
+    """The outcome of a plan; the processes of one pool run all of its plans once."""
+    root = tmp_path_factory.mktemp("ranks")
+
+    @cache
+    def pool(number: int) -> dict[str, Outcome]:
+        plans = [[*TWO, BFLOAT16], FOUR, [COMPILED]][number]
+        told = [
+            {
+                **asdict(plan),
+                "folder": str(folders[plan.model]),
+                "training": {"gradient_accumulation_steps": plan.accumulation, **plan.training},
+            }
+            for plan in plans
+        ]
+        ran = run_ranks(root / str(number), plans[0].world_size, told)
+        return {str(plan): outcome for plan, outcome in zip(plans, ran, strict=True)}
+
+    def outcome(plan: Plan) -> Outcome:
+        return pool(2 if plan is COMPILED else int(plan.world_size == 4))[str(plan)]
 
     return outcome
 
 
-@pytest.mark.parametrize("model", ["llama, tied", "qwen3, untied"])
-@pytest.mark.parametrize(
-    "parallelism",
-    [FSDP, TENSOR, REPLICATE, pytest.param(FSDP | TENSOR, marks=pytest.mark.slow)],
-    ids=["fsdp", "tensor", "replicate", "fsdp x tensor"],
-)
-def test_several_processes_learn_what_one_does(
-    outcomes: Callable[..., Outcome], model: str, parallelism: dict[str, int], request: pytest.FixtureRequest
+@pytest.fixture(scope="module")
+def plain_run(folders: dict[str, Path]) -> Callable[[Plan], PlainRun]:
+    """What one process with transformers alone would have seen of a plan."""
+
+    @cache
+    def run(model: str, temperature: float, by_tokens: bool) -> PlainRun:
+        groups = all_groups()
+        advantages = advantages_of(groups)
+        del groups[MASKED], advantages[MASKED]
+        flat = [replace(c, temperature=temperature) for group in groups for c in group]
+        return train_plainly(folders[model], flat, torch.cat(advantages), by_tokens=by_tokens)
+
+    return lambda plan: run(plan.model, 1.0 if plan.rows == "padded" else 0.7, plan.by_tokens)
+
+
+@pytest.mark.parametrize("plan", [*TWO, *FOUR, pytest.param(COMPILED, marks=pytest.mark.slow)], ids=str)
+def test_several_processes_learn_what_plain_torch_does(
+    outcome_of: Callable[[Plan], Outcome], plain_run: Callable[[Plan], PlainRun], plan: Plan
 ) -> None:
-    alone, together = outcomes(model, {}), outcomes(model, parallelism)
-    [want], got = alone.ranks, together.ranks[0]
-    assert all(facts == got for facts in together.ranks)  # every rank tells the same
-    for step, expected in zip(got["steps"], want["steps"], strict=True):
-        assert step == pytest.approx(expected, abs=1e-4)
-    assert got["reference"] == pytest.approx(want["reference"], abs=1e-4)
-    assert got["error"].startswith("the loss of episode episode-")
+    plain, outcome = plain_run(plan), outcome_of(plan)
+    assert set(outcome.weights) == set(plain.weights)
+    difference = max(float((w - plain.weights[name]).abs().max()) for name, w in outcome.weights.items())
+    print(f"{plan!s:70} {difference:.1e}")
+    assert difference < 1e-4
 
-    before = load_file(request.getfixturevalue(f"tiny_{model.split(',')[0]}") / "model.safetensors")
-    assert set(together.weights) == set(alone.weights) == set(before)
-    for name, weight in alone.weights.items():
-        assert (together.weights[name] - weight).abs().max() < 1e-4, name
-        assert (weight - before[name]).abs().max() > 1e-3, name
+    seen = outcome.ranks[0]
+    for name, values in (("loss", plain.losses), ("grad_norm", plain.grad_norms)):
+        assert [step[name] for step in seen["steps"]] == pytest.approx(values, rel=1e-4, abs=1e-4)
+    assert seen["evaluated"] == pytest.approx(plain.losses[0], abs=1e-4)
+    assert seen["steps"][0]["length_max"] == 9.0
+    assert seen["steps"][0]["num_tokens"] == 59.0
+    with torch.no_grad():
+        logprobs = torch.log_softmax(plain.model(torch.tensor([PROBE[:-1]])).logits[0], -1)
+    scores = logprobs.gather(-1, torch.tensor(PROBE[1:])[:, None])[:, 0]
+    assert seen["scores"] == pytest.approx(scores.tolist(), abs=1e-3)
+    for rank in outcome.ranks:  # all tell the same
+        assert {**rank, "pieces": None} == {**seen, "pieces": None}
+    every_value_is_published_once(outcome)
 
 
-def test_bfloat16_on_two_processes_stays_close_to_one(outcomes: Callable[..., Outcome]) -> None:
-    [one] = outcomes("llama, tied", {}, "bfloat16").ranks
-    two, _ = outcomes("llama, tied", FSDP, "bfloat16").ranks
-    for name, rel in (("loss", 0.05), ("grad_norm", 0.05)):
-        assert two["steps"][0][name] == pytest.approx(one["steps"][0][name], rel=rel)
-    assert (torch.tensor(two["reference"]) - torch.tensor(one["reference"])).abs().mean() < 0.04
+def every_value_is_published_once(outcome: Outcome) -> None:
+    times = {name: torch.zeros(weight.shape) for name, weight in outcome.weights.items()}
+    for rank in outcome.ranks:
+        for name, offsets, shape in rank["pieces"]:
+            times[name][tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))] += 1
+    assert all((count == 1).all() for count in times.values())
+
+
+@pytest.mark.parametrize("plan", [plan for plan in (*TWO, *FOUR) if plan.more], ids=str)
+def test_the_reference_agrees_and_a_broken_episode_is_named(
+    outcome_of: Callable[[Plan], Outcome], folders: dict[str, Path], plan: Plan
+) -> None:
+    seen = outcome_of(plan).ranks[0]
+    model = AutoModelForCausalLM.from_pretrained(folders[plan.model], dtype=torch.float32)
+    with torch.no_grad():
+        want = torch.cat([plain_logprobs(model, c) for group in all_groups() for c in group])
+    assert seen["reference"] == pytest.approx(want.tolist(), abs=1e-4)
+    assert seen["error"].startswith("the loss of episode episode-")
+
+
+def test_bfloat16_stays_close(
+    outcome_of: Callable[[Plan], Outcome], plain_run: Callable[[Plan], PlainRun]
+) -> None:
+    plain, outcome = plain_run(BFLOAT16), outcome_of(BFLOAT16)
+    first = outcome.ranks[0]["steps"][0]
+    assert first["loss"] == pytest.approx(plain.losses[0], rel=0.05)
+    assert first["grad_norm"] == pytest.approx(plain.grad_norms[0], rel=0.05)

@@ -1,6 +1,7 @@
 """One rank of a trainer in a process of its own: python -m tests.integration.trainer_worker OUT PLANS."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import sys
@@ -9,25 +10,75 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from forge.actors.reference_model import ReferenceModel
 from forge.actors.trainer import TitanTrainer
-from forge.data_models import TrainInputs, TrainTargets
+from forge.data_models import Completion, TextTrainBatch, TrainInputs, TrainTargets
 from forge.errors import ForgeError
-from forge.rl.loss import GRPOLoss
-from tests.integration.trainer_cases import batch_of, completion_groups
+from forge.weights.manifest import plan_pieces
+from tests.integration.plain_training import MAX_GRAD_NORM, OPTIMIZER, SCHEDULE, STEPS
+from tests.integration.trainer_cases import MeanOverTokens, WeightedLogprobs, batch_of, completion_groups
 
-LENGTHS = ((3, 7, 1), (5,), (2, 9), (4, 4))  # completions of each prompt
-CUT = 1  # with two data-parallel ranks the first has this many prompts
+# completions of each prompt, for up to four data-parallel ranks; nothing is learnt of the prompt MASKED
+LENGTHS = ((3, 7, 1), (5,), (2, 9), (4, 4), (6,), (1, 2, 8), (3,), (5, 5))
+MASKED = 4
+PROBE = [7, 300, 41, 9, 128]  # tokens to be scored
+Batch = tuple[list[TrainInputs], list[TrainTargets]] | tuple[list[TextTrainBatch], None]
 
 
-def batches(dp_size: int) -> tuple[list[TrainInputs], list[TrainTargets]]:
-    """The same episodes for one rank or shared out over two, unevenly."""
-    groups = completion_groups(lengths=LENGTHS)
-    parts = [groups] if dp_size == 1 else [groups[:CUT], groups[CUT:]]
-    first = [0, sum(len(group) for group in groups[:CUT])]
-    made = [batch_of(part, number) for part, number in zip(parts, first, strict=False)]
+def all_groups() -> list[list[Completion]]:
+    """The whole batch: the same for every plan."""
+    return completion_groups(lengths=LENGTHS)
+
+
+def advantages_of(groups: list[list[Completion]]) -> list[Tensor]:
+    """Of every group's completions, by their number in the batch."""
+    numbers = torch.arange(sum(map(len, groups)))
+    return list(torch.cos(2.0 * numbers).split([len(group) for group in groups]))
+
+
+def batches(dp_size: int, rows: str) -> Batch:
+    """A batch for each rank. rows: `shared` prompts, `packed` one completion a row, `padded` plain text."""
+    groups, advantages = all_groups(), advantages_of(all_groups())
+    share = len(groups) // dp_size
+    parts = [slice(start, start + share) for start in range(0, len(groups), share)]
+    if rows == "padded":
+        return [_as_text(groups[part], advantages[part], part.start) for part in parts], None
+    made = [_packed(groups[part], advantages[part], part.start, rows) for part in parts]
     return [inputs for inputs, _ in made], [targets for _, targets in made]
+
+
+def _packed(
+    groups: list[list[Completion]], advantages: list[Tensor], first: int, rows: str
+) -> tuple[TrainInputs, TrainTargets]:
+    inputs, targets = batch_of(groups if rows == "shared" else [[c] for group in groups for c in group])
+    number = [first + i for i, group in enumerate(groups) for _ in group]
+    learnt = torch.tensor([i != MASKED for i in number])
+    mask = targets.loss_mask & learnt[:, None]
+    return inputs, dataclasses.replace(targets, advantages=torch.cat(advantages), loss_mask=mask)
+
+
+def _as_text(groups: list[list[Completion]], advantages: list[Tensor], first: int) -> TextTrainBatch:
+    rows = [
+        (torch.cat([c.prompt_ids, c.token_ids]), len(c.prompt_ids), advantage, first + i != MASKED)
+        for i, (group, values) in enumerate(zip(groups, advantages, strict=True))
+        for c, advantage in zip(group, values.tolist(), strict=True)
+    ]
+    length = max(len(tokens) for tokens, *_ in rows)
+    shape = len(rows), length
+    text = TextTrainBatch(
+        input_ids=torch.zeros(shape, dtype=torch.long),
+        target_ids=torch.zeros(shape, dtype=torch.long),
+        target_mask=torch.zeros(shape, dtype=torch.bool),
+        target_weights=torch.zeros(shape),
+    )
+    for i, (tokens, num_prompt, advantage, learnt) in enumerate(rows):
+        text.input_ids[i, : len(tokens)] = tokens
+        text.target_ids[i, : len(tokens) - 1] = tokens[1:]
+        text.target_mask[i, num_prompt - 1 : len(tokens) - 1] = learnt
+        text.target_weights[i] = advantage
+    return text
 
 
 def as_rank(actor: type, **kwargs: Any) -> Any:
@@ -39,35 +90,55 @@ def as_rank(actor: type, **kwargs: Any) -> Any:
 
 
 async def run(plan: dict[str, Any], exported: Path) -> dict[str, Any]:
-    """Two steps, an export, the untrained reference, a third step with a broken episode; what was seen.
+    """STEPS steps and an export; what was seen.
 
-    plan: `folder` of the model, `parallelism`, and optionally `dtype`.
+    plan: `folder` of the model, `parallelism`, `training`, `rows`, `by_tokens`; with `more` also the
+    untrained reference, and another step with a broken episode.
     """
-    training = {"seq_len": 64, "dtype": plan.get("dtype", "float32"), "gradient_accumulation_steps": 2}
-    shared = {"model": plan["folder"], "training": training, "parallelism": plan["parallelism"]}
-    loss = GRPOLoss(beta=0.0, agg_type="token_mean")
-    trainer = as_rank(TitanTrainer, loss=loss, optimizer={"lr": 1e-3, "eps": 1e-6}, **shared)
+    training = {"seq_len": 64, "dtype": "float32", "steps": STEPS, "max_grad_norm": MAX_GRAD_NORM}
+    training["max_skipped_steps"] = 0
+    shared = {
+        "model": plan["folder"],
+        "training": {**training, **plan["training"]},
+        "parallelism": plan["parallelism"],
+    }
+    loss = MeanOverTokens() if plan["by_tokens"] else WeightedLogprobs()
+    trainer = as_rank(TitanTrainer, loss=loss, optimizer=OPTIMIZER, lr_scheduler=SCHEDULE, **shared)
     await trainer.setup()
-    inputs, targets = batches(trainer.learner.model.dp_size)
-    results = [await trainer.train_step(inputs, targets) for _ in range(2)]
+    inputs, targets = batches(trainer.learner.model.job.dp_size, plan["rows"])
+    evaluated = await trainer.evaluate(inputs, targets)
+    results = [await trainer.train_step(inputs, targets) for _ in range(STEPS - 1)]
+    # the last one of two equal gradients, which clipping makes one; what comes between must change nothing
+    results.append(await trainer.forward_backward(inputs, targets))
+    await trainer.score(PROBE)
+    await trainer.forward_backward(inputs, targets)
+    await trainer.evaluate(inputs, targets)
+    update = await trainer.optim_step()
+    results[-1].metrics.update(update, grad_norm=update["grad_norm"] / 2)
     await trainer.export(str(exported))
+    pieces = [piece for piece, _ in plan_pieces(trainer.learner.copy_weights())[0]]
+    return {
+        "evaluated": evaluated.loss,
+        "steps": [{"loss": r.loss, **r.metrics} for r in results],
+        "scores": (await trainer.score(PROBE)).tolist(),
+        "pieces": [(p.name, p.offsets, p.shape) for p in pieces],
+        **(await _more(trainer, shared) if plan.get("more") else {}),
+    }
 
+
+async def _more(trainer: TitanTrainer, shared: dict[str, Any]) -> dict[str, Any]:
     reference = as_rank(ReferenceModel, **shared)
     await reference.setup()
-    flat = [c for group in completion_groups(lengths=LENGTHS) for c in group]
-    logprobs = await reference.logprobs(flat)
-
-    targets[-1].advantages[0] = torch.nan
+    logprobs = await reference.logprobs([c for group in all_groups() for c in group])
+    inputs, targets = batches(trainer.learner.model.job.dp_size, "shared")
+    assert targets is not None
+    targets[-1].advantages[-1] = torch.nan
     message = ""
     try:
         await trainer.train_step(inputs, targets)
     except ForgeError as error:
         message = str(error)
-    return {
-        "steps": [{"loss": r.loss, **r.metrics} for r in results],
-        "reference": torch.cat(logprobs).tolist(),
-        "error": message,
-    }
+    return {"reference": torch.cat(logprobs).tolist(), "error": message}
 
 
 async def main(out: Path, plans: list[dict[str, Any]]) -> None:
