@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from apps.grpo.config import GRPOConfig
 from apps.sections import engine_config, trainer_sections, where
@@ -34,8 +35,11 @@ class Machines:
     trainer: ActorHandle
 
 
-async def start(config: GRPOConfig) -> Machines:
-    """Starts all machines at once; the first error is raised."""
+async def start(config: GRPOConfig, bad_batches: Path | None = None) -> Machines:
+    """Starts all machines at once; the first error is raised.
+
+    bad_batches: where the trainer writes batches whose step it skips; None: to files that go with the run.
+    """
     folder = str(await asyncio.to_thread(assets.fetch, config.model))
     services, training, grpo = config.services, config.training, config.grpo
     model = {"hf_assets_path": folder}
@@ -48,6 +52,9 @@ async def start(config: GRPOConfig) -> Machines:
         horizon=grpo.max_tokens,
         entropy_coef=training.entropy_coef,
     )
+    sections = trainer_sections(training, config.parallelism, config.steps)
+    if bad_batches is not None:
+        sections["training"]["bad_batch_folder"] = str(bad_batches.absolute())
     starts = {
         "dataset": DatasetActor.options(**where(services.dataset, "dataset")).as_actor(
             **asdict(config.dataset), tokenizer=folder, seed=config.seed
@@ -73,7 +80,7 @@ async def start(config: GRPOConfig) -> Machines:
         ),
         "trainer": TitanTrainer.options(**where(services.trainer, "trainer")).as_actor(
             model=model,
-            **trainer_sections(training, config.parallelism, config.steps),
+            **sections,
             loss=loss,
             seed=config.seed,
         ),

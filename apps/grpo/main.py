@@ -75,7 +75,7 @@ async def learn(m: Machines, config: GRPOConfig, run: Run, step: int) -> None:
 
 async def main(config: GRPOConfig, run: Run) -> None:
     """Rollouts and training side by side; the trained model ends as a Hugging Face folder."""
-    m = await start(config)
+    m = await start(config, run.folder / "bad_batches")
     run.started()
     await async_rl_loop(
         partial(rollout, m, config),
