@@ -130,12 +130,13 @@ def _tokens_of(span: Span, offsets: Sequence[Span]) -> range:
 def _end_of_turn(
     tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], turn: range, end_ids: set[int]
 ) -> int:
-    """Where the turn's targets end: behind its last special token, else behind one that follows at once."""
-    for i in reversed(turn):
-        if token_ids[i] in end_ids:
-            return i + 1
-    if turn.stop < len(token_ids) and token_ids[turn.stop] in end_ids:
-        return turn.stop + 1
+    """Where the turn's targets end: behind its last special token, else behind the next one, up to which the
+    model must write all."""
+    inside = (i for i in reversed(turn) if token_ids[i] in end_ids)
+    behind = (i for i in range(turn.stop, len(token_ids)) if token_ids[i] in end_ids)
+    for end in (next(inside, None), next(behind, None)):
+        if end is not None:
+            return end + 1
     raise AssetError(
         f"the chat template of {tokenizer.name_or_path} ends an assistant's turn with no special token "
         f"({tokenizer.decode(token_ids[turn.start : turn.stop][-12:])!r}), so a model trained with it would "
