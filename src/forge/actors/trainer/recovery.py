@@ -146,12 +146,12 @@ class Recovery:
 
     def close(self) -> None:
         """Returns when no file is being written any more."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
         if self._snapshots is not None:
             self._snapshots.wait()
         if self._journal is not None:
             self._journal.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
     def progress(self) -> Progress:
         """How far the trainer has come."""
