@@ -34,7 +34,6 @@ from forge.actors._titan import (
 from forge.actors.trainer.attention import TreeAttention
 from forge.actors.trainer.head import TokenHead
 from forge.actors.trainer.hf_config import check_hf_config
-from forge.actors.trainer.hf_config import read_hf_config as read_hf_config
 
 
 def model_spec(config: PretrainedConfig, seq_len: int) -> ModelSpec:
