@@ -75,6 +75,7 @@ async def main(config: SFTConfig, run: Run) -> None:
             await run.report(place.step)
         if run.stop_asked:
             await m.trainer.save_checkpoint.call(place.state())
+            print(f"saved after step {place.step}: --resume {run.folder} goes on", flush=True)
             raise asyncio.CancelledError
     await m.trainer.export.call(str(run.folder / "model"))
 

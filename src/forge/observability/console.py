@@ -80,10 +80,10 @@ class LineSink:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         progress = self._progress
         progress.update(step, values)
-        width = len(str(progress.steps))
+        steps = "-" if progress.steps is None else str(progress.steps)
         metrics = "  ".join(f"{label} {progress.shown(label)}" for label in progress.view.shown)
         print(
-            f"step {step:>{width}}/{progress.steps}  {metrics}  step time {progress.step_time()}  "
+            f"step {step:>{len(steps)}}/{steps}  {metrics}  step time {progress.step_time()}  "
             f"ETA {clock(progress.eta_s)}",
             file=self._stream,
             flush=True,

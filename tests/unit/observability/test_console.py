@@ -13,6 +13,7 @@ from collections import deque
 import pytest
 
 from forge.observability.console import LineSink, Progress, clock, sparkline
+from forge.observability.view import SFT_VIEW
 
 VALUES = {
     "reward/mean": 0.75,
@@ -45,6 +46,20 @@ def test_a_missing_metric_shows_as_a_dash() -> None:
     assert stream.getvalue() == (
         "step 1/2  reward -  loss -  kl nan  entropy -  logprob gap -  staleness -  tokens/s -  "
         "step time -  ETA -\n"
+    )
+
+
+def test_an_app_may_show_other_metrics_and_tell_its_steps_later() -> None:
+    stream = io.StringIO()
+    sink = LineSink(None, stream, SFT_VIEW)
+    sink.log(0, {"validation/loss": 2.5})
+    sink.expect(80)
+    sink.log(1, {"loss/total": 2.25, "trainer/grad_norm": 3.0, "trainer/lr": 5e-5, "data/epoch": 0.02})
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith("step 0/-  loss -  validation 2.5000  grad norm -")
+    assert second == (
+        "step  1/80  loss 2.2500  validation -  grad norm 3.00  lr 5.00e-05  epoch 0.02  tokens/s -  "
+        "step time -  ETA 0:00"
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from forge.errors import ForgeError
 from forge.observability.jsonl import JSONLSink
 from forge.observability.report import Row, draw_report, read_metrics, summarize
+from forge.observability.view import SFT_VIEW
 
 
 def rows_of(steps: int, **metrics: float) -> list[Row]:
@@ -19,6 +20,13 @@ def test_the_sentence_says_where_it_began_and_what_it_reached() -> None:
     for row, reward in zip(rows, [0.1, 0.2, 0.3, *[0.5] * 7, *[0.9] * 10], strict=True):
         row["reward/mean"] = reward
     assert summarize(rows) == "mean reward 0.200 (first 3) to 0.900 (last 10) in 20 steps, 10.0 min"
+
+
+def test_an_app_may_be_about_another_metric(tmp_path: Path) -> None:
+    rows = rows_of(6, **{"loss/total": 2.0, "time/step_s": 10.0})
+    rows[0]["validation/loss"], rows[5]["validation/loss"] = 2.5, 1.75
+    assert summarize(rows, SFT_VIEW) == "validation loss 2.500 to 1.750 in 6 steps, 1.0 min"
+    assert draw_report(rows, tmp_path / "report.png", view=SFT_VIEW).stat().st_size > 0
 
 
 def test_a_short_or_empty_run_has_a_sentence_too() -> None:

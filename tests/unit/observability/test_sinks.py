@@ -121,3 +121,19 @@ def test_log_lines_follow_a_replaced_stderr(capsys: pytest.CaptureFixture[str]) 
     finally:
         for handler in [h for h in root.handlers if isinstance(h, StderrHandler)]:
             root.removeHandler(handler)
+
+
+def test_a_metrics_file_goes_on_behind_the_step_that_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JSONLSink(path)
+    for step in range(4):
+        sink.log(step, {"loss/total": float(step)})
+    sink.close()
+    with path.open("a") as file:
+        file.write('{"step": 4, "loss/')  # the run was killed here
+    sink = JSONLSink(path, go_on=True)
+    sink.rewind(2)
+    sink.log(3, {"loss/total": 30.0})
+    sink.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["step"], row["loss/total"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
