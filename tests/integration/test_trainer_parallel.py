@@ -3,8 +3,10 @@
 Run it with `-rP` to read the table: the largest difference of any weight after five steps.
 """
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -105,20 +107,19 @@ def run_ranks(out: Path, world_size: int, plans: list[dict[str, Any]]) -> list[O
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.integration.trainer_worker", str(out), json.dumps(plans)]
-    shared = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    processes: list[subprocess.Popen[str]] = []
+    env = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.trainer_worker", str(out), json.dumps(plans)],
+        env={**os.environ, **{name: str(value) for name, value in env.items()}},
+        start_new_session=True,
+    )
     try:
-        for rank in range(world_size):
-            env = {**os.environ, **{k: str(v) for k, v in shared.items()}, "OMP_WAIT_POLICY": "PASSIVE"}
-            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with (out / f"rank{rank}.log").open("w") as log:
-                processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, text=True))
-        for rank, process in enumerate(processes):
-            assert process.wait(TIMEOUT_S) == 0, (out / f"rank{rank}.log").read_text()
+        failed = process.wait(TIMEOUT_S)
     finally:
-        for process in processes:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not failed, "\n".join(log.read_text() for log in sorted(out.glob("*.log")))
     told = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
     return [
         Outcome([facts[i] for facts in told], load_file(out / f"model{i}/model.safetensors"))

@@ -1,9 +1,15 @@
-"""One rank of a trainer in a process of its own: python -m tests.integration.trainer_worker OUT PLANS."""
+"""The ranks of a trainer, processes of their own: python -m tests.integration.trainer_worker OUT PLANS.
+
+They are forked from one that has imported everything, the slow part.
+"""
 
 import asyncio
 import dataclasses
+import importlib
 import json
+import multiprocessing.connection
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -141,12 +147,35 @@ async def _more(trainer: TitanTrainer, shared: dict[str, Any]) -> dict[str, Any]
     return {"reference": torch.cat(logprobs).tolist(), "error": message}
 
 
-async def main(out: Path, plans: list[dict[str, Any]]) -> None:
-    facts = [await run(plan, out / f"model{i}") for i, plan in enumerate(plans)]
-    (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(facts))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def be_rank(rank: int, out: Path, plans: list[dict[str, Any]]) -> None:
+    """Runs every plan, one after the other, and writes down what this rank saw."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    log = os.open(out / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+    async def run_all() -> list[dict[str, Any]]:
+        return [await run(plan, out / f"model{i}") for i, plan in enumerate(plans)]
+
+    (out / f"rank{rank}.json").write_text(json.dumps(asyncio.run(run_all())))
+    dist.destroy_process_group()
+
+
+def main(out: Path, plans: list[dict[str, Any]]) -> None:
+    importlib.import_module("forge.actors.trainer.learner")
+    context = multiprocessing.get_context("fork")
+    world_size = int(os.environ["WORLD_SIZE"])
+    ranks = [context.Process(target=be_rank, args=(rank, out, plans)) for rank in range(world_size)]
+    for rank in ranks:
+        rank.start()
+    left = {rank.sentinel: rank for rank in ranks}
+    while left:  # the first that fails ends all: the others may wait for it
+        for sentinel in multiprocessing.connection.wait(list(left)):
+            rank = left.pop(sentinel)  # type: ignore[arg-type]
+            rank.join()
+            if rank.exitcode:
+                os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), json.loads(sys.argv[2])))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
