@@ -24,17 +24,17 @@ def _plainly(hidden: Tensor, weight: Tensor, target_ids: Tensor, temperature: fl
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("block_bytes", [1, 2**20], ids=["blocks", "at once"])
+@pytest.mark.parametrize("tile", [(3, 128), (512, 1024)], ids=["tiles", "at once"])
 @pytest.mark.parametrize(
     "factors", [(1.0, 1.0), (1.0, None), (None, 1.0)], ids=["both", "logprobs", "entropies"]
 )
 def test_values_and_gradients_equal_the_plain_formula(
     temperature: float,
-    block_bytes: int,
+    tile: tuple[int, int],
     factors: tuple[float | None, float | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(head, "CPU_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(head, "CPU_TILE", tile)
     module, hidden, target_ids = _made()
     weights = torch.randn(2, 1, TOKENS)
     exact = [x.detach().double().requires_grad_() for x in (hidden, module.weight)]

@@ -10,9 +10,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from forge.actors._titan import Linear
 
-CPU_BLOCK_BYTES = 4 * 2**20
-"""Of float32 logits at a time: what a core's cache holds."""
-GPU_BLOCK_BYTES = 64 * 2**20
+CPU_TILE = (256, 1024)
+"""Tokens and words whose logits are computed at a time: 1 MiB of float32, which a core's cache holds."""
+GPU_TILE = (4096, 4096)
 """The same for GPUs: large enough for products at full speed."""
 
 
@@ -55,10 +55,10 @@ class TokenHead(Linear):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Blocks of the vocabulary at a time, forward and, computed once more, backward.
+    """Some tokens and words at a time, forward and, computed once more, backward.
 
-    A block's gradient of the weight is then one product over all tokens, written once. Products are computed
-    in the dtype of the hidden states, all else in float32.
+    Products are computed in the dtype of the hidden states, all else in float32. Backward the words go first,
+    so that each word's gradient is one product over all tokens, written once.
     """
 
     @staticmethod
@@ -72,8 +72,10 @@ class TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """hidden [M, D], weight [V, D] (of this process), target_ids [M] counted from its first row."""
         sums = _Sums(hidden)
-        for rows in _blocks(hidden, weight):
-            sums.add(_scaled_logits(hidden, weight[rows], temperature), target_ids - rows.start)
+        for words, tiles in _tiles(hidden, weight):
+            part = weight[words].to(hidden.dtype)
+            for tokens in tiles:
+                sums.add(tokens, _logits(hidden[tokens], part, temperature), target_ids[tokens] - words.start)
         logprobs, entropies, normalizers = sums.finish(group)
         ctx.save_for_backward(hidden, weight, target_ids, normalizers, entropies)
         ctx.temperature = temperature  # type: ignore[attr-defined]
@@ -87,60 +89,61 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, target_ids, normalizers, entropies = ctx.saved_tensors  # type: ignore[attr-defined]
         temperature: float = ctx.temperature  # type: ignore[attr-defined]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(entropies)
+        grad_targets = grad_logprobs[:, None] / temperature
+        spreads = None if grad_entropies is None else grad_entropies[:, None] / temperature
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.empty_like(weight) if needs_weight else None
-        for rows in _blocks(hidden, weight):
-            part = weight[rows].to(hidden.dtype)
-            # d logprob / d logit_j = [j is target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
-            log_p = _scaled_logits(hidden, part, temperature).sub_(normalizers[:, None])
-            grad = log_p.exp()
-            if grad_entropies is not None:
-                slope = log_p.add_(entropies[:, None]).mul_(grad_entropies[:, None])
-                grad *= slope.neg_() if grad_logprobs is None else slope.add_(grad_logprobs[:, None]).neg_()
-            elif grad_logprobs is not None:
-                grad *= -grad_logprobs[:, None]
-            if grad_logprobs is not None:
-                places, inside = _places(target_ids - rows.start, grad.shape[1])
-                grad.scatter_add_(1, places, torch.where(inside, grad_logprobs, 0.0)[:, None])
-            grad = grad.div_(temperature).to(hidden.dtype)
+        for words, tiles in _tiles(hidden, weight):
+            part = weight[words].to(hidden.dtype)
+            grad = hidden.new_empty(len(hidden), len(part))
+            for tokens in tiles:
+                log_p = _logits(hidden[tokens], part, temperature).sub_(normalizers[tokens, None])
+                # d logprob / d logit_j = [j is target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
+                p, slope = log_p.exp(), -grad_targets[tokens]
+                if spreads is not None:
+                    slope = log_p.add_(entropies[tokens, None]).mul_(-spreads[tokens]).add_(slope)
+                places, inside = _places(target_ids[tokens] - words.start, len(part))
+                at_targets = torch.where(inside[:, None], grad_targets[tokens], 0.0)
+                grad[tokens] = p.mul_(slope).scatter_add_(1, places, at_targets)
             if needs_hidden:
                 grad_hidden += grad @ part
             if grad_weight is not None:
-                grad_weight[rows] = grad.T @ hidden
+                grad_weight[words] = grad.T @ hidden
         return grad_hidden.to(hidden.dtype) if needs_hidden else None, grad_weight, None, None, None
 
 
 class _Sums:
-    """What the blocks of the vocabulary say of each token, summed up relative to the largest logit so far."""
+    """What the words so far say of each token, [M] each, summed up relative to the largest logit."""
 
     def __init__(self, hidden: Tensor) -> None:
-        zeros = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
-        self.largest = torch.full_like(zeros, torch.finfo(torch.float32).min)
-        self.exps = zeros  # of exp(x - largest)
-        self.weighted = zeros  # of (x - largest) exp(x - largest)
-        self.targets = zeros  # the target's own x, where a block held it
+        self.largest = torch.full((len(hidden),), torch.finfo(torch.float32).min, device=hidden.device)
+        self.exps = torch.zeros_like(self.largest)  # of exp(x - largest)
+        self.weighted = torch.zeros_like(self.largest)  # of (x - largest) exp(x - largest)
+        self.targets = torch.zeros_like(self.largest)  # the target's own x, once it has come
 
-    def add(self, logits: Tensor, target_ids: Tensor) -> None:
-        """logits [M, block] float32, written over; target_ids [M] counted from the block's first."""
+    def add(self, tokens: slice, logits: Tensor, target_ids: Tensor) -> None:
+        """logits [m, words] float32 of some tokens, written over; target_ids [m] counted from these words."""
         places, inside = _places(target_ids, logits.shape[1])
-        self.targets = torch.where(inside, logits.gather(1, places)[:, 0], self.targets)
-        self._rebase(torch.maximum(self.largest, logits.amax(1)))
-        exps = logits.sub_(self.largest[:, None]).exp()
-        self.exps = self.exps + exps.sum(1)
-        self.weighted = self.weighted + torch.linalg.vecdot(exps, logits)
+        self.targets[tokens] += torch.where(inside, logits.gather(1, places)[:, 0], 0.0)
+        self._rebase(tokens, torch.maximum(self.largest[tokens], logits.amax(1)))
+        exps = logits.sub_(self.largest[tokens, None]).exp()
+        self.exps[tokens] += exps.sum(1)
+        self.weighted[tokens] += torch.linalg.vecdot(exps, logits)
 
-    def _rebase(self, largest: Tensor) -> None:
-        shift = self.largest - largest
-        self.weighted = (self.weighted + self.exps * shift) * shift.exp()
-        self.exps = self.exps * shift.exp()
-        self.largest = largest
+    def _rebase(self, tokens: slice, largest: Tensor) -> None:
+        shift = self.largest[tokens] - largest
+        self.weighted[tokens] = (self.weighted[tokens] + self.exps[tokens] * shift) * shift.exp()
+        self.exps[tokens] *= shift.exp()
+        self.largest[tokens] = largest
 
     def finish(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities, entropies and normalizers, [M] each, over the vocabularies of all processes."""
         if group is not None:
             largest = self.largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            self._rebase(largest)
+            self._rebase(slice(None), largest)
             sums = torch.stack([self.exps, self.weighted, self.targets])
             dist.all_reduce(sums, dist.ReduceOp.SUM, group)
             self.exps, self.weighted, self.targets = sums.unbind()
@@ -149,8 +152,8 @@ class _Sums:
         return self.targets - normalizers, log_sum - self.weighted / self.exps, normalizers
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = (hidden @ weight.to(hidden.dtype).T).float()
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    logits = (hidden @ weight.T).float()
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
@@ -160,11 +163,11 @@ def _places(target_ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return torch.where(inside, target_ids, 0)[:, None], inside
 
 
-def _blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Rows of the weight whose logits are computed at a time."""
-    limit = CPU_BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES
-    size = max(128, limit // (4 * max(1, len(hidden))) // 64 * 64)
-    return [slice(start, min(start + size, len(weight))) for start in range(0, len(weight), size)]
+def _tiles(hidden: Tensor, weight: Tensor) -> list[tuple[slice, list[slice]]]:
+    """Words, and the tokens to go through with them."""
+    num_tokens, num_words = CPU_TILE if hidden.device.type == "cpu" else GPU_TILE
+    tokens = [slice(i, i + num_tokens) for i in range(0, len(hidden), num_tokens)]
+    return [(slice(i, i + num_words), tokens) for i in range(0, len(weight), num_words)]
 
 
 def token_logprobs(logits: Tensor, target_ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
