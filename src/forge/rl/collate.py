@@ -11,7 +11,8 @@ from forge.data_models import Completion, Episode, TrainInputs, TrainTargets
 from forge.errors import ForgeError
 
 MAX_ROW_TOKENS = 2048
-"""A group longer than this is laid over several rows: attention costs the square of a row's length."""
+"""A longer group is laid over several rows, each with the prompt: a row goes through the model in one
+pass, and must fit into memory with it."""
 
 
 def collate(batches: Sequence[Sequence[Episode]]) -> tuple[list[TrainInputs], list[TrainTargets]]:

@@ -100,7 +100,8 @@ class TokenLogprobs(torch.autograd.Function):
             grad = hidden.new_empty(len(hidden), len(part))
             for tokens in tiles:
                 log_p = _logits(hidden[tokens], part, temperature).sub_(normalizers[tokens, None])
-                # d logprob / d logit_j = [j is target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
+                # d logprob / d logit_j = [j is target] - p_j
+                # d entropy / d logit_j = -p_j (log p_j + entropy)
                 p, slope = log_p.exp(), -grad_targets[tokens]
                 if spreads is not None:
                     slope = log_p.add_(entropies[tokens, None]).mul_(-spreads[tokens]).add_(slope)
