@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,19 +105,9 @@ def check_samples(folder: Path) -> None:
         assert sample["answer"].startswith("The answer")  # and before it was trained, noise
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["dataset.targets=some"], "dataset.targets must be one of all, last"),
-        (["validation.size=64"], "leaves nothing to train on"),
-        (["dataset.prompt_column=q", "dataset.answer_column=a"], "no column 'q'"),
-    ],
-)
-def test_a_users_mistake_is_one_line_and_exit_code_2(
-    tiny_llama: Path, tmp_path: Path, overrides: list[str], words: str
-) -> None:
+def test_a_users_mistake_is_one_line_and_exit_code_2(tiny_llama: Path, tmp_path: Path) -> None:
     data = write_chats(tmp_path / "chats.jsonl")
-    done = run(*command(tiny_llama, data, tmp_path / "out", *overrides))
+    done = run(*command(tiny_llama, data, tmp_path / "out", "validation.size=64"))
     assert done.returncode == 2, done.stderr[-3000:]
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert words in line and "Traceback" not in done.stderr
+    assert "leaves nothing to train on" in line and "Traceback" not in done.stderr

@@ -1,11 +1,9 @@
 """[1] Batches of conversations to learn, decided by the seed and a position alone, shared out to ranks."""
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
-
-import torch
 
 from forge.data.chats import Chats, Conversation
 from forge.data.rows import EndlessRows, IndexedRows, Position, Row
@@ -44,9 +42,10 @@ class ChatRenderer:
             return conversation
         return [{"role": "system", "content": self.system_prompt}, *conversation]
 
-    def tokens(self, conversation: Conversation) -> ChatTokens:
-        """The whole conversation, not yet cut."""
-        return tokenize_chat(self.tokenizer, self.messages(conversation), self.targets)
+    def example(self, chats: Chats, row: int) -> ChatTokens:
+        """The conversation of a row, cut to `seq_len` tokens and named by its row."""
+        tokens = tokenize_chat(self.tokenizer, self.messages(chats[row]), self.targets)
+        return replace(tokens.cut(self.seq_len), name=f"row {row}")
 
 
 class ChatBatches:
@@ -66,7 +65,8 @@ class ChatBatches:
         num_ranks: int = 1,
         seed: int = 0,
     ) -> None:
-        self._source = IndexedRows(_Chosen(chats, rows), seed)
+        self._chats = chats
+        self._source = IndexedRows(_Rows(rows), seed)
         self._reader = EndlessRows(self._source)
         self._renderer = renderer
         self._batch_size = batch_size
@@ -81,12 +81,11 @@ class ChatBatches:
         examples: list[ChatTokens] = []
         num_read = num_cut = 0
         while len(examples) < self._batch_size:
-            whole = self._renderer.tokens(next(self._reader)["messages"])
-            example = whole.cut(self._renderer.seq_len)
+            example = self._renderer.example(self._chats, next(self._reader)["row"])
             num_read += 1
             if example.num_targets:
                 examples.append(example)
-                num_cut += len(whole.token_ids) > len(example.token_ids)
+                num_cut += example.is_cut
             elif not examples and num_read >= self._num_rows:
                 raise DatasetError(
                     f"none of {self._num_rows} conversations has an answer that begins within "
@@ -105,39 +104,44 @@ class ChatBatches:
 def in_order(
     chats: Chats, rows: Sequence[int], renderer: ChatRenderer, *, batch_size: int, num_ranks: int = 1
 ) -> list[list[TextTrainBatch]]:
-    """All conversations once, in batches of about `batch_size`, each shared out to the ranks; those without
-    an answer within `seq_len` tokens are left out."""
-    examples = [renderer.tokens(chats[row]).cut(renderer.seq_len) for row in rows]
+    """All conversations once, in batches of `batch_size` or somewhat more, each shared out to the ranks.
+
+    Those without an answer within `seq_len` tokens are left out. Raises DatasetError where some but not all
+    ranks would have one.
+    """
+    examples = [renderer.example(chats, row) for row in rows]
     examples = [example for example in examples if example.num_targets]
-    return [
-        share_out(examples[first : first + batch_size], num_ranks)
-        for first in range(0, len(examples), batch_size)
-    ]
+    if 0 < len(examples) < num_ranks:
+        raise DatasetError(
+            f"{len(examples)} conversations to validate on are less than one for each of {num_ranks} "
+            "data-parallel ranks: raise validation.size, or set it to 0"
+        )
+    num_batches = max(1, len(examples) // batch_size) if examples else 0
+    bounds = [i * len(examples) // num_batches for i in range(num_batches)] + [len(examples)]
+    return [share_out(examples[start:stop], num_ranks) for start, stop in pairwise(bounds)]
 
 
 def share_out(examples: Sequence[ChatTokens], num_ranks: int) -> list[TextTrainBatch]:
-    """The conversations as one batch a rank, of about as many tokens each: the longest first, each to the
-    rank with the fewest so far. A rank that gets none computes another's, of which it learns nothing."""
+    """The conversations, at least one for each rank, as one batch a rank, of about as many tokens each: the
+    longest first, each to the rank with the fewest so far."""
+    assert len(examples) >= num_ranks, f"{len(examples)} conversations for {num_ranks} ranks"
     shares: list[list[ChatTokens]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for example in sorted(examples, key=lambda e: -len(e.token_ids)):
         rank = loads.index(min(loads))
         shares[rank].append(example)
         loads[rank] += len(example.token_ids)
-    shortest = min(examples, key=lambda e: len(e.token_ids))
-    mute = dataclasses.replace(shortest, is_target=torch.zeros_like(shortest.is_target))
-    return [collate_chats(share or [mute]) for share in shares]
+    return [collate_chats(share) for share in shares]
 
 
-class _Chosen:
-    """Some conversations of a table, as a table."""
+class _Rows:
+    """The numbers of some rows as a table."""
 
-    def __init__(self, chats: Chats, rows: Sequence[int]) -> None:
-        self._chats = chats
+    def __init__(self, rows: Sequence[int]) -> None:
         self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> Row:
-        return {"messages": self._chats[self._rows[number]]}
+        return {"row": self._rows[number]}

@@ -1,5 +1,6 @@
 """[1] ChatDataset hands out batches of conversations to learn, and those that are held out."""
 
+import asyncio
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -80,6 +81,9 @@ class ChatDataset(ForgeActor):
         self._seq_len = seq_len
         self._shape = {"batch_size": batch_size, "num_ranks": num_ranks}
         self._seed = seed
+        self._ahead: tuple[Position, asyncio.Task[ChatBatch]] | None = (
+            None  # the batch that will be asked for
+        )
 
     async def setup(self) -> None:
         """Reads all conversations and makes one batch: what is wrong shows before training starts."""
@@ -107,8 +111,12 @@ class ChatDataset(ForgeActor):
 
     @endpoint(retry=True)
     async def batch(self, start: Position) -> ChatBatch:
-        """The batch that begins at a position; the next begins at its `after`."""
-        batch = await self.run_blocking(self._batches.batch, start)
+        """The batch that begins at a position; the next begins at its `after`, and is made meanwhile."""
+        if self._ahead is None or self._ahead[0] != start:
+            self._begin(start)
+        assert self._ahead is not None
+        batch = await self._ahead[1]
+        self._begin(batch.after)
         record(
             "data",
             epoch=start.epoch + start.index / len(self._held_out.train),
@@ -118,6 +126,14 @@ class ChatDataset(ForgeActor):
             num_dropped=batch.num_dropped,
         )
         return batch
+
+    def _begin(self, start: Position) -> None:
+        self._ahead = (start, asyncio.create_task(self.run_blocking(self._batches.batch, start)))
+
+    async def teardown(self) -> None:
+        """Waits for the batch that nobody will ask for."""
+        if self._ahead is not None:
+            await asyncio.gather(self._ahead[1], return_exceptions=True)
 
     @endpoint(retry=True)
     async def validation(self) -> list[list[TextTrainBatch]]:

@@ -30,6 +30,8 @@ class ChatTokens:
 
     token_ids: Tensor  # [T] int64
     is_target: Tensor  # [T] bool: written by the assistant, the token that ends its turn included
+    name: str = ""  # for messages about it
+    is_cut: bool = False  # whether more tokens followed
 
     @property
     def num_targets(self) -> int:
@@ -38,7 +40,8 @@ class ChatTokens:
 
     def cut(self, seq_len: int) -> "ChatTokens":
         """The first `seq_len` tokens."""
-        return ChatTokens(self.token_ids[:seq_len], self.is_target[:seq_len])
+        is_cut = len(self.token_ids) > seq_len
+        return ChatTokens(self.token_ids[:seq_len], self.is_target[:seq_len], self.name, is_cut)
 
 
 def tokenize_chat(
@@ -85,7 +88,8 @@ def collate_chats(examples: Sequence[ChatTokens]) -> TextTrainBatch:
         input_ids[row, :size] = example.token_ids[:-1]
         target_ids[row, :size] = example.token_ids[1:]
         target_mask[row, :size] = example.is_target[1:]
-    return TextTrainBatch(input_ids, target_ids, target_mask, target_mask.float())
+    names = [example.name for example in examples]
+    return TextTrainBatch(input_ids, target_ids, target_mask, target_mask.float(), names)
 
 
 def _by_generation_blocks(

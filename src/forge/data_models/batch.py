@@ -50,6 +50,7 @@ class TextTrainBatch:
     target_ids: Tensor  # int64
     target_mask: Tensor  # bool: which targets count
     target_weights: Tensor  # float32
+    episode_ids: list[str] = field(default_factory=list)  # [batch], names for messages about a text
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ def test_what_is_cut_and_what_is_dropped_is_counted() -> None:
     assert (batch.num_cut, batch.num_dropped) == (1, 0)
     assert max(part.input_ids.shape[1] for part in batch.inputs) == prompt + 3
     assert batch.num_targets == sum(int(part.target_mask.sum()) for part in batch.inputs)
+    assert sorted(name for part in batch.inputs for name in part.episode_ids) == ["row 0", "row 1"]
     long = Chats(
         [
             {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": "yes"}]}
@@ -92,21 +93,20 @@ def test_ranks_get_about_as_many_tokens_each_and_all_of_the_batch() -> None:
     assert sorted(int(ids[0]) for part in parts for ids in part.input_ids) == sorted(sizes)
 
 
-def test_a_rank_without_a_conversation_learns_nothing() -> None:
-    [one] = in_order(chats_of("yes"), [0], ChatRenderer(TOKENIZER, 64), batch_size=8, num_ranks=2)
-    assert answers_in(one[:1]) == ["yes"]
-    assert not one[1].target_mask.any() and one[1].input_ids.numel() > 0
-
-
-def test_the_validation_is_every_conversation_in_order() -> None:
+def test_the_validation_is_every_conversation_in_order_and_leaves_no_rank_without_one() -> None:
     chats = chats_of(*map(str, range(7)))
-    batches = in_order(chats, [1, 3, 4, 6, 0], ChatRenderer(TOKENIZER, 64), batch_size=2)
-    assert [sorted(answers_in(batch)) for batch in batches] == [["1", "3"], ["4", "6"], ["0"]]
+    renderer = ChatRenderer(TOKENIZER, 64)
+    batches = in_order(chats, [1, 3, 4, 6, 0], renderer, batch_size=2, num_ranks=2)
+    assert [sorted(answers_in(batch)) for batch in batches] == [["1", "3"], ["0", "4", "6"]]
+    assert all(len(part.target_mask) for batch in batches for part in batch)
+    assert in_order(chats, [], renderer, batch_size=2, num_ranks=2) == []
+    with pytest.raises(DatasetError, match="1 conversations to validate on .* each of 2 data-parallel ranks"):
+        in_order(chats, [3], renderer, batch_size=2, num_ranks=2)
 
 
 def test_a_system_prompt_goes_before_conversations_without_one() -> None:
     renderer = ChatRenderer(TOKENIZER, 64, system_prompt="Be brief.")
-    text = TOKENIZER.decode(renderer.tokens(chats_of("yes")[0]).token_ids)
+    text = TOKENIZER.decode(renderer.example(chats_of("yes"), 0).token_ids)
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
     own = [{"role": "system", "content": "Sing."}, *chats_of("yes")[0]]
     assert renderer.messages(own) == own

@@ -107,6 +107,7 @@ def from_text(batch: TextTrainBatch) -> MicroBatch:
         loss_mask=mask,
         advantages=batch.target_weights,
         generator_logprobs=torch.zeros_like(batch.target_weights),
+        episode_ids=list(batch.episode_ids),
     )
     return inputs, targets
 
