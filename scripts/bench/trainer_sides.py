@@ -63,9 +63,25 @@ def measure(step: Step, settings: Settings) -> dict[str, Any]:
         "start_gb": start,
         "peak_gb": held_gb("VmHWM", on_gpu),
         "flops": None if on_gpu else counter.get_total_flops(),
+        "matmul_tflops": matmul_tflops(settings),
         "loss": [loss for loss, _ in facts],
         "grad_norm": [norm for _, norm in facts],
     }
+
+
+def matmul_tflops(settings: Settings) -> float:
+    """The best rate of a large square matrix product in the computing dtype."""
+    on_gpu = settings["device"] == "cuda"
+    size = 8192 if on_gpu else 1024
+    a = torch.randn(size, size, device=settings["device"], dtype=getattr(torch, settings["dtype"]))
+    best = float("inf")
+    for _ in range(10):
+        began = time.perf_counter()
+        a @ a
+        if on_gpu:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best / 1e12
 
 
 def held_gb(line: str, on_gpu: bool) -> float:
