@@ -160,8 +160,8 @@ def report(figures: Figures, args: argparse.Namespace) -> None:
         "met": agree and all(ratios[name] >= least for name, least in goals.items()),
         "note": f"ratios above 1: forge is better; {shape} on {args.device}, {args.threads} threads, "
         f"{args.groups} x {args.samples} completions, {args.passes} passes a step; tokens_per_s counts a "
-        "prompt for every completion; share_of_matmul_rate is fewest_tflop / seconds over the rate of a large "
-        "matrix product; the sides "
+        "prompt for every completion; share_of_matmul_rate is fewest_tflop / seconds over the rate of a "
+        "large matrix product; the sides "
         f"{'agree' if agree else 'DO NOT agree'} in float32",
     }
     print(json.dumps(result))
