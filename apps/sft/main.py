@@ -11,7 +11,7 @@ import sys
 from apps.sft.config import SFTConfig, load_config
 from apps.sft.machines import Machines, placement, start
 from apps.sft.position import Place, place_of
-from forge.app import Run, run_app
+from forge.app import SAMPLES, Run, run_app
 from forge.controller import Service
 from forge.data_models import ForwardBackwardResult
 from forge.observability import phase, record
@@ -44,7 +44,7 @@ async def answer(m: Machines, generator: Service, run: Run, step: int) -> None:
         await m.trainer.push_weights.call(step)
         await generator.update_weights.fanout(step)
     completions = await asyncio.gather(*(generator.generate.route(q.prompt) for q in m.questions))
-    with (run.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+    with (run.folder / SAMPLES).open("a", encoding="utf-8") as file:
         for question, [completion] in zip(m.questions, completions, strict=True):
             print(f"  step {step}: {question.text!r} -> {completion.text!r}", flush=True)
             sample = {"step": step, "question": question.text, "answer": completion.text}
@@ -73,7 +73,7 @@ async def main(config: SFTConfig, run: Run) -> None:
             if is_last or place.step % config.validation.every == 0:
                 await validate(m, run, place.step)
             await run.report(place.step)
-        if run.stop_asked:
+        if place.step < m.num_steps:
             await m.trainer.save_checkpoint.call(place.state())
             print(f"saved after step {place.step}: --resume {run.folder} goes on", flush=True)
             raise asyncio.CancelledError

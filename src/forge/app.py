@@ -18,7 +18,7 @@ from forge.controller.launcher import make_launcher
 from forge.errors import ConfigError, ForgeError
 from forge.grace import SAVE_GRACE_S, save_in_time
 from forge.observability.console import console_sink
-from forge.observability.jsonl import JSONLSink
+from forge.observability.jsonl import JSONLSink, rewind
 from forge.observability.logs import configure_logging
 from forge.observability.report import draw_report, read_metrics, summarize
 from forge.observability.tracker import Sink, Tracker
@@ -85,6 +85,9 @@ class ResumableConfig(Protocol):
 
 
 C = TypeVar("C", bound=AppConfig)
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+"""Files of a run, with a line for a step."""
+
 LAST = "last"
 """As the run to go on with: the newest."""
 
@@ -99,8 +102,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(describe(config))
         self.stop_asked = False
-        self._jsonl = JSONLSink(self.folder / "metrics.jsonl", go_on=self.resumed)
-        sinks: list[Sink] = [self._jsonl]
+        sinks: list[Sink] = [JSONLSink(self.folder / METRICS, go_on=self.resumed)]
         if config.logging.wandb:
             values = dataclasses.asdict(config)  # pyright: ignore[reportArgumentType]
             sinks.append(WandbSink(config.logging.project, config.logging.run_name, values, self.folder))
@@ -131,13 +133,14 @@ class Run:
         """Steps are timed from here on: what came before was the start of the machines.
 
         steps: how many there will be, where the configuration does not say. done: those of a run that is
-        resumed, after which its metrics go on.
+        resumed, after which its files go on.
         """
         self._last = time.perf_counter()
         if steps is not None:
             self._console.expect(steps)
         if self.resumed:
-            self._jsonl.rewind(done or -1)
+            for file in (METRICS, SAMPLES):
+                rewind(self.folder / file, done or -1)  # not even step 0 before the first checkpoint
         chaos = self._config.chaos
         if chaos.targets:
             services = Runtime.current().services
@@ -196,7 +199,7 @@ class Run:
         self._tracker.close()
         if self._chaos is not None:
             print(self._chaos.summary(), flush=True)
-        rows = read_metrics(self.folder / "metrics.jsonl")
+        rows = read_metrics(self.folder / METRICS)
         if rows:
             draw_report(rows, self.folder / "report.png", view=self._view)
             print(f"{summarize(rows, self._view)}; files: {self.folder}/", flush=True)

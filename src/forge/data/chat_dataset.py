@@ -81,9 +81,7 @@ class ChatDataset(ForgeActor):
         self._seq_len = seq_len
         self._shape = {"batch_size": batch_size, "num_ranks": num_ranks}
         self._seed = seed
-        self._ahead: tuple[Position, asyncio.Task[ChatBatch]] | None = (
-            None  # the batch that will be asked for
-        )
+        self._ahead: tuple[Position, asyncio.Task[ChatBatch]] | None = None  # what comes next
 
     async def setup(self) -> None:
         """Reads all conversations and makes one batch: what is wrong shows before training starts."""
@@ -115,7 +113,7 @@ class ChatDataset(ForgeActor):
         if self._ahead is None or self._ahead[0] != start:
             self._begin(start)
         assert self._ahead is not None
-        batch = await self._ahead[1]
+        batch = await asyncio.shield(self._ahead[1])  # a caller that goes away does not end it
         self._begin(batch.after)
         record(
             "data",

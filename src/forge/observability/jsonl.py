@@ -15,17 +15,7 @@ class JSONLSink:
 
     def __init__(self, path: Path, *, go_on: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+" if go_on else "w+", encoding="utf-8")
-
-    def rewind(self, step: int) -> None:
-        """Takes back the rows of all later steps, and one that a killed run left half written."""
-        self._file.seek(0)
-        lines = self._file.readlines()
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        self._file.truncate(0)
-        self._file.seek(0)
-        self._file.writelines(kept)
-        self._file.flush()
+        self._file = path.open("a" if go_on else "w", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
@@ -33,3 +23,12 @@ class JSONLSink:
 
     def close(self) -> None:
         self._file.close()
+
+
+def rewind(path: Path, step: int) -> None:
+    """Takes back the lines of all later steps, and one that a killed run left half written. A file that is
+    open to be continued may stay open."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        path.write_text("".join(kept), encoding="utf-8")

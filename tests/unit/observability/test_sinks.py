@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.observability.jsonl import JSONLSink
+from forge.observability.jsonl import JSONLSink, rewind
 from forge.observability.logs import StderrHandler, configure_logging
 from forge.observability.tracker import Tracker
 
@@ -132,7 +132,7 @@ def test_a_metrics_file_goes_on_behind_the_step_that_was_saved(tmp_path: Path) -
     with path.open("a") as file:
         file.write('{"step": 4, "loss/')  # the run was killed here
     sink = JSONLSink(path, go_on=True)
-    sink.rewind(2)
+    rewind(path, 2)
     sink.log(3, {"loss/total": 30.0})
     sink.close()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
