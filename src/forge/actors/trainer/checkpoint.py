@@ -218,7 +218,8 @@ class Checkpoints:
 
     def _states(self) -> dict[str, Any]:
         states = {name: state for name, state in self._manager.states.items() if state is not None}
-        return {**states, **states.pop(titan.MODEL).state_dict()}
+        weights = states.pop(titan.MODEL).state_dict()
+        return {**states, **weights}
 
 
 def _by_name(facts: Facts | Standing) -> dict[str, Any]:
