@@ -85,11 +85,15 @@ FOUR = [
     Plan("PP 2 x FSDP 2", {PIPELINE: 2, SHARD: 2}, "llama", "shared", 4, more=True),
     Plan("PP 2 x FSDP 2", {**INTERLEAVED, SHARD: 2}, "qwen3", "padded", 1),
     Plan("PP 2 x TP 2", {PIPELINE: 2, TENSOR: 2}, "qwen3", "shared", 4),
-    Plan("PP 2 x CP 2", {PIPELINE: 2, CONTEXT: 2}, "llama", "packed", 1),
+    Plan("PP 2 x CP 2", {**INTERLEAVED, CONTEXT: 2}, "llama", "packed", 1),
     Plan("CP 2 x FSDP 2", {CONTEXT: 2, SHARD: 2}, "qwen3", "shared", 4, by_tokens=True),
     Plan("CP 2 x TP 2", {CONTEXT: 2, TENSOR: 2}, "llama tied", "packed", 1),
 ]
-BFLOAT16 = Plan("FSDP 2", {SHARD: 2}, "llama tied", "shared", 4, {"dtype": "bfloat16"})
+BFLOAT16 = [
+    Plan("FSDP 2", {SHARD: 2}, "llama tied", "shared", 4, {"dtype": "bfloat16"}),
+    Plan("PP 2 1F1B", {PIPELINE: 2}, "llama", "packed", 4, {"dtype": "bfloat16"}),
+    Plan("CP 2", {CONTEXT: 2}, "qwen3", "shared", 4, {"dtype": "bfloat16"}),
+]
 COMPILED = Plan("FSDP 2", {SHARD: 2}, "qwen3", "shared", 1, {"compile": True})
 
 
@@ -149,7 +153,7 @@ def outcome_of(
 
     @cache
     def pool(number: int) -> dict[str, Outcome]:
-        plans = [[*TWO, BFLOAT16], FOUR, [COMPILED]][number]
+        plans = [[*TWO, *BFLOAT16], FOUR, [COMPILED]][number]
         told = [
             {
                 **asdict(plan),
@@ -203,7 +207,7 @@ def test_several_processes_learn_what_plain_torch_does(
     scores = logprobs.gather(-1, torch.tensor(PROBE[1:])[:, None])[:, 0]
     assert seen["scores"] == pytest.approx(scores.tolist(), abs=1e-3)
     for rank in outcome.ranks:  # all tell the same
-        assert {**rank, "pieces": None} == {**seen, "pieces": None}
+        assert {**rank, "pieces": None, "raised": None} == {**seen, "pieces": None, "raised": None}
     every_value_is_published_once(outcome)
 
 
@@ -227,10 +231,19 @@ def test_the_reference_agrees_and_a_broken_episode_is_named(
     assert seen["error"].startswith("the loss of episode episode-")
 
 
+@pytest.mark.parametrize("plan", BFLOAT16, ids=str)
 def test_bfloat16_stays_close(
-    outcome_of: Callable[[Plan], Outcome], plain_run: Callable[[Plan], PlainRun]
+    outcome_of: Callable[[Plan], Outcome], plain_run: Callable[[Plan], PlainRun], plan: Plan
 ) -> None:
-    plain, outcome = plain_run(BFLOAT16), outcome_of(BFLOAT16)
+    plain, outcome = plain_run(plan), outcome_of(plan)
     first = outcome.ranks[0]["steps"][0]
     assert first["loss"] == pytest.approx(plain.losses[0], rel=0.05)
     assert first["grad_norm"] == pytest.approx(plain.grad_norms[0], rel=0.05)
+
+
+@pytest.mark.parametrize("plan", [plan for plan in (*TWO, *FOUR) if plan.more], ids=str)
+def test_a_loss_that_raises_is_told_on_every_process(
+    outcome_of: Callable[[Plan], Outcome], plan: Plan
+) -> None:
+    for rank in outcome_of(plan).ranks:
+        assert "the loss has no idea" in rank["raised"]

@@ -24,7 +24,13 @@ from forge.data_models import Completion, TextTrainBatch, TrainInputs, TrainTarg
 from forge.errors import ForgeError
 from forge.weights.manifest import plan_pieces
 from tests.integration.plain_training import MAX_GRAD_NORM, OPTIMIZER, SCHEDULE, STEPS
-from tests.integration.trainer_cases import MeanOverTokens, WeightedLogprobs, batch_of, completion_groups
+from tests.integration.trainer_cases import (
+    MeanOverTokens,
+    Result,
+    WeightedLogprobs,
+    batch_of,
+    completion_groups,
+)
 
 # completions of each prompt, for up to four data-parallel ranks; nothing is learnt of the prompt MASKED
 LENGTHS = ((3, 7, 1), (5,), (2, 9), (4, 4), (6,), (1, 2, 8), (3,), (5, 5))
@@ -99,7 +105,7 @@ async def run(plan: dict[str, Any], exported: Path) -> dict[str, Any]:
     """STEPS steps and an export; what was seen.
 
     plan: `folder` of the model, `parallelism`, `training`, `rows`, `by_tokens`; with `more` also the
-    untrained reference, and another step with a broken episode.
+    untrained reference, and passes with a broken loss and a broken episode.
     """
     training = {"seq_len": 64, "dtype": "float32", "steps": STEPS, "max_grad_norm": MAX_GRAD_NORM}
     training["max_skipped_steps"] = 0
@@ -138,13 +144,26 @@ async def _more(trainer: TitanTrainer, shared: dict[str, Any]) -> dict[str, Any]
     logprobs = await reference.logprobs([c for group in all_groups() for c in group])
     inputs, targets = batches(trainer.learner.model.job.dp_size, "shared")
     assert targets is not None
+    raised = await _message(trainer, inputs, targets, Clueless())
     targets[-1].advantages[-1] = torch.nan
-    message = ""
+    error = await _message(trainer, inputs, targets, trainer.loss)
+    return {"reference": torch.cat(logprobs).tolist(), "raised": raised, "error": error}
+
+
+async def _message(trainer: TitanTrainer, inputs: Any, targets: Any, loss: Any) -> str:
+    trainer.learner.loss = loss
     try:
-        await trainer.train_step(inputs, targets)
-    except ForgeError as error:
-        message = str(error)
-    return {"reference": torch.cat(logprobs).tolist(), "error": message}
+        await trainer.forward_backward(inputs, targets)
+    except (ForgeError, ZeroDivisionError) as error:
+        return str(error)
+    return ""
+
+
+class Clueless(WeightedLogprobs):
+    """Raises for its first micro-batch."""
+
+    def from_logprobs(self, *args: Tensor) -> Result:
+        raise ZeroDivisionError("the loss has no idea")
 
 
 def be_rank(rank: int, out: Path, plans: list[dict[str, Any]]) -> None:

@@ -48,8 +48,7 @@ class TreeAttention(FlexAttention):
         q, k, v = (x[0] for x in (q_BLNH, k_BLNH, v_BLNH))
         scale = float(q.shape[-1] ** -0.5) if scale is None else scale
         if q.device.type == "cpu":
-            attended = BranchAttention.apply(q, k, v, attention_masks.branches, scale)
-            return attended[None]  # pyright: ignore[reportIndexIssue,reportOptionalSubscript]
+            return _attend_by_branches(q, k, v, attention_masks, scale)[None]
         attended = TreeAttention._compiled(
             *(x.transpose(0, 1)[None] for x in (q, k, v)),
             block_mask=attention_masks.block_mask,
@@ -57,6 +56,11 @@ class TreeAttention(FlexAttention):
             enable_gqa=enable_gqa,
         )
         return attended.transpose(1, 2)
+
+
+@torch.compiler.disable
+def _attend_by_branches(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+    return BranchAttention.apply(q, k, v, layout.branches, scale)  # pyright: ignore[reportReturnType]
 
 
 class BranchAttention(torch.autograd.Function):

@@ -107,7 +107,12 @@ class Learner:
             return loss * weighted[i][1]
 
         queries = [Query(inputs, targets.source_ids[targets.loss_mask.bool()]) for inputs, targets in parts]
-        self.model.run(queries, read, backward=backward)
+        try:
+            self.model.run(queries, read, backward=backward)
+        except Exception:
+            if backward:  # what was added before it broke is no gradient of anything
+                self.forget()
+            raise
         job = self.model.job
         return job.from_head(job.gather(tally))
 

@@ -1,5 +1,6 @@
 """The parts of a model that one process holds: built, cut and sharded by torchtitan, without weights."""
 
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ def build_parts(
             enable_cpu_offload=_offloads(training, job),
             disable_cuda_graphs=True,
         ),
-        "parallelism": job.layout,
+        "parallelism": _with_balanced_stages(job, len(spec.model.layers)),
         "compile_config": titan.CompileConfig(),
         "ac_config": _checkpointing(training),
         "dump_folder": "",
@@ -65,6 +66,16 @@ def build_parts(
             for layer in part.get_submodule("layers").children():
                 layer.compile()
     return parts
+
+
+def _with_balanced_stages(job: Job, num_layers: int) -> titan.ParallelismConfig:
+    """Embedding and head count as a layer each, where every stage of a pipeline still gets a layer."""
+    weight = int((num_layers + 2) // job.num_stages >= 2)
+    return dataclasses.replace(
+        job.layout,
+        pipeline_parallel_first_stage_less_layers=weight,
+        pipeline_parallel_last_stage_less_layers=weight,
+    )
 
 
 def _offloads(training: TrainingOptions, job: Job) -> bool:
@@ -109,7 +120,10 @@ def _lay_out(
         queries = slice(start, start + length)
     if given.is_floating_point() and job.tp_mesh is not None:
         given = _replicated(given, job.tp_mesh)
-    return (given,), {**kwargs, "attention_masks": Layout(row_ids, segment_ids, queries)}
+    layout = Layout(row_ids, segment_ids, queries)
+    if given.device.type == "cuda":
+        _ = layout.block_mask  # worked out here, not within the first layer, which may be compiled
+    return (given,), {**kwargs, "attention_masks": layout}
 
 
 def _replicated(hidden: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -1,7 +1,7 @@
 """What a model says at the tokens that are asked about; the head sees no others."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ class Readout:
     places: Tensor  # [m]: which of the M they are
     size: int  # M
     group: dist.ProcessGroup | None = None  # of the processes that have the others
+    said: list[Tensor] = field(default_factory=list)  # what the head gave so far
 
     def logits(self) -> Tensor:
         """[M, V], of the tokens that follow."""
         logits = self.head(self.hidden[None])
+        self.said.append(logits)
         return self._of_all((logits.full_tensor() if isinstance(logits, DTensor) else logits)[0])
 
     def logprobs(self, target_ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -34,12 +36,20 @@ class Readout:
         if not len(own):
             own = target_ids.new_zeros(1)
         both = self.head(self.hidden[None], target_ids=own[None], temperature=temperature)
+        self.said.extend(both)
         logprobs, entropies = self._of_all(torch.cat(both).T).unbind(1)
         return logprobs, entropies
 
     def nothing(self) -> Tensor:
-        """0, with a gradient of 0 for every weight, which sharded passes need of every process."""
-        return self.logits().sum() * 0.0
+        """0, with a gradient of 0 for every weight, which sharded passes need of every process.
+
+        May be called after another method that came to nothing.
+        """
+        if not self.said:
+            self.logits()
+        sums = [values.sum() for values in self.said]
+        whole = [total.full_tensor() if isinstance(total, DTensor) else total for total in sums]
+        return torch.stack(whole).sum() * 0.0
 
     def _of_all(self, own: Tensor) -> Tensor:
         own = own[: len(self.places)]

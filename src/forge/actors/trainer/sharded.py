@@ -98,7 +98,7 @@ class ShardedModel:
         for stage, parts in enumerate(shapes):
             for name, shape in parts.items():
                 if name in own:
-                    tensor = whole(own[name].to(dtype))
+                    tensor = whole(own[name].to(dtype)).to(self.device)  # offloaded ones are elsewhere
                 else:
                     tensor = torch.empty(shape, dtype=dtype, device=self.device)
                 if mesh is not None:
@@ -122,8 +122,7 @@ class ShardedModel:
         """
         with self.job.running(), torch.set_grad_enabled(backward):
             if self._pipeline is not None:
-                feed = self._feed(queries, self._pipeline.num_streams(len(queries)))
-                self._pipeline.run(feed, partial(self._read, feed, read), backward=backward)
+                self._run_pipeline(self._pipeline, queries, read, backward=backward)
             else:
                 for i, query in enumerate(queries):
                     feed = self._feed([query])
@@ -135,6 +134,28 @@ class ShardedModel:
             for module in self._modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+    def _run_pipeline(
+        self, pipeline: Pipeline, queries: Sequence[Query], read: Read, *, backward: bool
+    ) -> None:
+        """What `read` raises is raised on every process, once the schedule has come to its end."""
+        failures: list[Exception] = []
+
+        def carefully(i: int, readout: Readout) -> Tensor:
+            try:
+                return read(i, readout)
+            except Exception as error:  # raised below
+                failures.append(error)
+                return readout.nothing()
+
+        feed = self._feed(queries, pipeline.num_streams(len(queries)))
+        pipeline.run(feed, partial(self._read, feed, carefully), backward=backward)
+        told = self.job.from_head(self.job.gather(repr(failures[0]) if failures else None))
+        for failure in told:
+            if failures:
+                raise failures[0]
+            if failure is not None:
+                raise ForgeError(f"the last stage of the pipeline failed: {failure}")
 
     def _feed(self, queries: Sequence[Query], num_streams: int = 0) -> Feed:
         mesh = self.job.cp_mesh
