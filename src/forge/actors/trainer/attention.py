@@ -48,7 +48,7 @@ class TreeAttention(FlexAttention):
         q, k, v = (x[0] for x in (q_BLNH, k_BLNH, v_BLNH))
         scale = float(q.shape[-1] ** -0.5) if scale is None else scale
         if q.device.type == "cpu":
-            return _attend_by_branches(q, k, v, attention_masks, scale)[None]
+            return _attend_by_branches(q, k, v, attention_masks, scale)[None]  # pyright: ignore[reportCallIssue]
         attended = TreeAttention._compiled(
             *(x.transpose(0, 1)[None] for x in (q, k, v)),
             block_mask=attention_masks.block_mask,

@@ -44,7 +44,7 @@ def build_parts(
             enable_cpu_offload=_offloads(training, job),
             disable_cuda_graphs=True,
         ),
-        "parallelism": _with_balanced_stages(job, len(spec.model.layers)),
+        "parallelism": _with_balanced_stages(job, len([*whole.get_submodule("layers").children()])),
         "compile_config": titan.CompileConfig(),
         "ac_config": _checkpointing(training),
         "dump_folder": "",
@@ -58,7 +58,8 @@ def build_parts(
             device=job.device,
             model_config=spec.model,
             parallelize_fn=parallelize,
-            loss_fn=None,  # of the schedule, which is left: see forge.actors.trainer.pipeline
+            # of the schedule, which is left: see forge.actors.trainer.pipeline
+            loss_fn=None,  # pyright: ignore[reportArgumentType]
         )
     for part in parts:
         _make_ready(part, job, offload=_offloads(training, job))
@@ -101,8 +102,9 @@ def _make_ready(part: nn.Module, job: Job, *, offload: bool) -> None:
                 module.set_force_sum_reduction_for_comms(True)
     part.to_empty(device="cpu" if offload else job.device)
     with torch.no_grad():
-        part.init_weights(buffer_device=job.device if offload else None)  # weights are loaded over
-    part._skip_lm_head = True
+        # the weights are loaded over
+        part.init_weights(buffer_device=job.device if offload else None)  # pyright: ignore[reportCallIssue]
+    part._skip_lm_head = True  # pyright: ignore[reportArgumentType]
     part.register_forward_pre_hook(partial(_lay_out, job), with_kwargs=True)
     part.register_forward_hook(_to_plain)
 

@@ -48,7 +48,7 @@ class Pipeline:
         """
         gradients = self._take_gradients()
         schedule = self._make_schedule(feed, lambda hidden, i: read(int(i), hidden), backward)
-        run = schedule.step if backward else schedule.eval
+        run: Callable[..., object] = schedule.step if backward else schedule.eval
         run(
             *((feed.tokens,) if self._mesh.get_local_rank() == 0 else ()),
             target=torch.arange(len(feed.tokens)) if self._job.has_head else None,

@@ -66,7 +66,7 @@ class ShardedModel:
             self._round_projections()
         self._pipeline = None
         if self.job.pp_mesh is not None:
-            self._pipeline = Pipeline(self.parts, self.job, spec.model.dim, self.dtype)
+            self._pipeline = Pipeline(self.parts, self.job, source.config.hidden_size, self.dtype)
 
     def _round_projections(self) -> None:
         """Stores rounded what autocast would round in every pass: equal numbers in less time and memory."""
