@@ -22,6 +22,7 @@ class ChatSizes:
     train: int  # of one epoch
     validation: int
     duplicates: int  # left out, since an earlier one is the same word for word
+    overlapping: int = 0  # left out, since a question of the validation's own split is theirs, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class ChatDataset(ForgeActor):
                 f"batch_size {batch_size} gives {num_ranks} data-parallel ranks less than a conversation each"
             )
         columns = {"prompt_column": prompt_column, "answer_column": answer_column}
-        self._source = {"path": path, "name": name, **columns}
+        self._source = {"path": path, "name": name, **columns, "needs_last_answer": targets == "last"}
         self._splits = (split, validation_split)
         self._validation_size = validation_size
         self._system_prompt = system_prompt
@@ -105,7 +106,8 @@ class ChatDataset(ForgeActor):
     async def sizes(self) -> ChatSizes:
         """How many conversations there are."""
         held_out = self._held_out
-        return ChatSizes(len(held_out.train), len(held_out.validation), held_out.num_duplicates)
+        overlapping = held_out.num_overlapping
+        return ChatSizes(len(held_out.train), len(held_out.validation), held_out.num_duplicates, overlapping)
 
     @endpoint(retry=True)
     async def batch(self, start: Position) -> ChatBatch:
@@ -142,10 +144,19 @@ class ChatDataset(ForgeActor):
 
     @endpoint(retry=True)
     async def questions(self, count: int) -> list[Question]:
-        """The first questions of `count` held-out conversations, always the same."""
-        rows = self._held_out.validation
-        chosen = [rows[i * len(rows) // count] for i in range(min(count, len(rows)))]
-        return [self._question(row) for row in chosen]
+        """The first questions of `count` held-out conversations, or as many as leave room for an answer
+        within `seq_len` tokens; always the same."""
+        return await self.run_blocking(self._choose, count)
+
+    def _choose(self, count: int) -> list[Question]:
+        questions = [self._question(row) for row in self._held_out.validation]
+        fitting = [question for question in questions if self._has_room(question)]
+        count = min(count, len(fitting))
+        return [fitting[i * len(fitting) // count] for i in range(count)]
+
+    def _has_room(self, question: Question) -> bool:
+        token_ids = self._renderer.tokenizer(question.prompt, add_special_tokens=False)["input_ids"]
+        return len(token_ids) < self._seq_len
 
     def _question(self, row: int) -> Question:
         messages = self._renderer.messages(self._validation_chats[row])

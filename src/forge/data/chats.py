@@ -27,6 +27,8 @@ SHAREGPT_ROLES = {
     "gpt": "assistant",
     "assistant": "assistant",
 }
+NOT_LEARNT = ("reasoning_content", "reasoning", "thinking", "tool_calls", "function_call")
+"""What a message may hold beside its content, and would lose."""
 
 
 Message = dict[str, str]
@@ -43,9 +45,18 @@ class Chats:
     columns.
     """
 
-    def __init__(self, table: Table, name: str, prompt_column: str | None, answer_column: str | None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        name: str,
+        prompt_column: str | None,
+        answer_column: str | None,
+        *,
+        needs_last_answer: bool = False,
+    ) -> None:
         self._table = table
         self._name = name
+        self._needs_last_answer = needs_last_answer
         self._columns = (prompt_column, answer_column)
         columns = list(table[0])
         for column in self._columns if prompt_column else ():
@@ -66,6 +77,11 @@ class Chats:
         conversation = self._read(self._table[number], where)
         if not any(m["role"] == "assistant" and m["content"].strip() for m in conversation):
             raise DatasetError(f"{where}: no assistant turn with text, so there is nothing to learn")
+        answers = [m["content"] for m in conversation if m["role"] == "assistant"]
+        if self._needs_last_answer and not answers[-1].strip():
+            raise DatasetError(
+                f"{where}: the last answer is empty, and dataset.targets is last: remove that turn or the row"
+            )
         if conversation[0]["role"] == "assistant":
             raise DatasetError(f"{where} begins with the assistant: there is no question to answer")
         return conversation
@@ -75,9 +91,16 @@ class Chats:
         if prompt_column and answer_column:
             parts = (("user", prompt_column), ("assistant", answer_column))
             return [_message(role, row[column], f"{where}: {column}") for role, column in parts]
-        if row.get("messages") is not None:
-            return _messages(row["messages"], f"{where}: messages", "role", "content", {r: r for r in ROLES})
-        return _messages(row.get("conversations"), f"{where}: conversations", "from", "value", SHAREGPT_ROLES)
+        if row.get("tools"):
+            raise DatasetError(
+                f"{where}: tools are not shown to the model: describe them in a system message, or leave the "
+                "column out"
+            )
+        if row.get("messages") is not None or "conversations" not in row:
+            return _messages(
+                row.get("messages"), f"{where}: messages", "role", "content", {r: r for r in ROLES}
+            )
+        return _messages(row["conversations"], f"{where}: conversations", "from", "value", SHAREGPT_ROLES)
 
 
 def open_chats(
@@ -87,12 +110,14 @@ def open_chats(
     split: str = "train",
     prompt_column: str | None = None,
     answer_column: str | None = None,
+    needs_last_answer: bool = False,
 ) -> Chats:
     """The conversations at `path`: what `open_table` takes, or `pkg://package/path`, a YAML file or a folder
     of them inside an installed Python package, each with `conversations`, lists of turns that alternate
     between user and assistant (the form of the package chatterbot-corpus).
 
-    Raises DatasetError when it can't be found or read, or has other columns.
+    needs_last_answer: whether a conversation whose last answer is empty is an error. Raises DatasetError when
+    it can't be found or read, or has other columns.
     """
     if (prompt_column is None) != (answer_column is None):
         raise DatasetError(
@@ -100,10 +125,19 @@ def open_chats(
         )
     if not path.startswith(PACKAGE_PREFIX):
         table = open_table(path, name=name, split=split)
-        return Chats(table, f"dataset {path}, split {split}", prompt_column, answer_column)
-    if split != "train" or prompt_column:
-        raise DatasetError(f"dataset {path} has one split, train, and no columns: leave them out")
-    return Chats(_read_corpus(package_path(path, ".yml"), path), f"dataset {path}", None, None)
+        where, columns = f"dataset {path}, split {split}", (prompt_column, answer_column)
+        return Chats(table, where, *columns, needs_last_answer=needs_last_answer)
+    if split != "train":
+        raise DatasetError(
+            f"dataset {path} has one split, train, got {split!r}: set dataset.split to train, and "
+            "validation.split to null"
+        )
+    if prompt_column:
+        raise DatasetError(
+            f"dataset {path} has no columns: set dataset.prompt_column and answer_column to null"
+        )
+    rows = _read_corpus(package_path(path, ".yml"), path)
+    return Chats(rows, f"dataset {path}", None, None, needs_last_answer=needs_last_answer)
 
 
 def question_of(conversation: Conversation) -> str:
@@ -120,6 +154,7 @@ class Holdout:
     train: list[int]
     validation: list[int]  # of the validation's own table where it has one
     num_duplicates: int  # conversations left out because an earlier one is the same word for word
+    num_overlapping: int  # left out because the validation's own table asks their question, too
 
 
 def hold_out(
@@ -147,7 +182,8 @@ def hold_out(
             f"validation.size {size} leaves nothing to train on: there are {len(chats) - num_duplicates} "
             "different conversations"
         )
-    return Holdout(train, sorted(validation), num_duplicates)
+    num_out = len(chats) - num_duplicates - len(train)
+    return Holdout(train, sorted(validation), num_duplicates, num_out if own is not None else 0)
 
 
 class _CorpusRows:
@@ -217,6 +253,12 @@ def _messages(
         role = message[role_key]
         if role not in roles:
             raise DatasetError(f"{where}[{i}].{role_key} must be one of {sorted(roles)}, got {role!r}")
+        for key in NOT_LEARNT:
+            if message.get(key):
+                raise DatasetError(
+                    f"{where}[{i}].{key} would not be learnt, only {content_key} is: write it into "
+                    f"{content_key} as the model is to write it, or remove it"
+                )
         conversation.append(_message(roles[role], message[content_key], f"{where}[{i}].{content_key}"))
     return conversation
 

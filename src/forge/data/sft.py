@@ -59,21 +59,23 @@ def tokenize_chat(
             f"the tokenizer of {tokenizer.name_or_path} can't say which characters a token stands for: SFT "
             "needs a fast one (tokenizer.json)"
         )
-    last = max(i for i, message in enumerate(conversation) if message["role"] == "assistant")
-    conversation = conversation[: last + 1]  # what stands behind it is learnt by none
+    answers = [i for i, message in enumerate(conversation) if message["role"] == "assistant"]
+    conversation = conversation[: answers[-1] + 1]  # what stands behind it is learnt by none
+    wanted = answers[-1:] if targets == "last" else answers
     text = render_chat(tokenizer, conversation)
-    if _GENERATION_BLOCK.search(str(tokenizer.chat_template)):
-        token_ids, in_turn = _by_generation_blocks(tokenizer, conversation)
-        turns = _runs(in_turn)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    token_ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    if _GENERATION_BLOCK.search(tokenizer.get_chat_template()):
+        turns = _blocks(tokenizer, conversation)
+        if targets == "last":
+            start = _start_of(tokenizer, conversation, text, wanted[0])
+            turns = [turn for turn in turns if offsets[turn.start][0] >= start]
     else:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        token_ids = list(encoded["input_ids"])
-        wanted = [i for i, m in enumerate(conversation) if m["role"] == "assistant"]
-        spans = _spans(tokenizer, conversation, text, wanted[-1:] if targets == "last" else wanted)
-        turns = [_tokens_of(span, encoded["offset_mapping"]) for span in spans]
+        spans = _spans(tokenizer, conversation, text, wanted)
+        turns = [_tokens_of(span, offsets) for span in spans]
     is_target = torch.zeros(len(token_ids), dtype=torch.bool)
     end_ids = _special_ids(tokenizer)
-    for turn in turns[-1:] if targets == "last" else turns:
+    for turn in filter(len, turns):
         is_target[turn.start : _end_of_turn(tokenizer, token_ids, turn, end_ids)] = True
     return ChatTokens(torch.tensor(token_ids), is_target)
 
@@ -92,16 +94,25 @@ def collate_chats(examples: Sequence[ChatTokens]) -> TextTrainBatch:
     return TextTrainBatch(input_ids, target_ids, target_mask, target_mask.float(), names)
 
 
-def _by_generation_blocks(
-    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation
-) -> tuple[list[int], list[bool]]:
+def _blocks(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> list[range]:
+    """The tokens of each {% generation %} block."""
     encoded = tokenizer.apply_chat_template(
         conversation,
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
-    return list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]  # pyright: ignore
+    return _runs([bool(flag) for flag in encoded["assistant_masks"]])  # pyright: ignore
+
+
+def _start_of(
+    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, text: str, number: int
+) -> int:
+    """Where this message begins in the rendered conversation."""
+    before = render_chat(tokenizer, conversation[:number])
+    if not text.startswith(before):
+        raise _rewritten(tokenizer, number - 1, len(conversation))
+    return len(before)
 
 
 def _spans(
@@ -114,33 +125,45 @@ def _spans(
         is_last = i + 1 == len(conversation)
         through = text if is_last else render_chat(tokenizer, conversation[: i + 1])
         if not text.startswith(before) or not text.startswith(through) or len(through) <= len(before):
-            raise AssetError(
-                f"the chat template of {tokenizer.name_or_path} writes message {i} of {len(conversation)} "
-                "otherwise when more messages follow (as templates do that drop earlier reasoning), so its "
-                "tokens are not those that would be generated: set dataset.targets to last to learn the last "
-                "answer of each conversation only, or give the template {% generation %} blocks"
-            )
+            raise _rewritten(tokenizer, i, len(conversation))
         spans.append((len(before), len(through)))
     return spans
 
 
+def _rewritten(tokenizer: "PreTrainedTokenizerBase", number: int, count: int) -> AssetError:
+    return AssetError(
+        f"the chat template of {tokenizer.name_or_path} writes message {number} of {count} otherwise when "
+        "more messages follow (as templates do that drop earlier reasoning), so its tokens are not those "
+        "that would be generated: set dataset.targets to last to learn the last answer of each conversation "
+        "only, or give the template {% generation %} blocks"
+    )
+
+
 def _tokens_of(span: Span, offsets: Sequence[Span]) -> range:
-    """The tokens that hold a character of the span. A token of no characters counts where it stands."""
+    """The tokens that begin within the span: one that begins before it is not the assistant's alone."""
     start, stop = span
-    inside = [i for i, (a, b) in enumerate(offsets) if a < stop and (b > start or a == b >= start)]
-    return range(inside[0], inside[-1] + 1)
+    inside = [i for i, (a, _) in enumerate(offsets) if start <= a < stop]
+    return range(inside[0], inside[-1] + 1) if inside else range(0)
 
 
 def _end_of_turn(
     tokenizer: "PreTrainedTokenizerBase", token_ids: list[int], turn: range, end_ids: set[int]
 ) -> int:
-    """Where the turn's targets end: behind its last special token, else behind the next one, up to which the
-    model must write all."""
-    inside = (i for i in reversed(turn) if token_ids[i] in end_ids)
-    behind = (i for i in range(turn.stop, len(token_ids)) if token_ids[i] in end_ids)
-    for end in (next(inside, None), next(behind, None)):
-        if end is not None:
-            return end + 1
+    """Where the turn's targets end: behind its last special token, or the next one behind it, up to which the
+    model must write all. What stands between that token and the end of the turn should be white space only:
+    an answer may hold a special token, too."""
+    found: list[tuple[list[int], int]] = []  # what stands between; where the targets end
+    for i in reversed(turn):
+        if token_ids[i] in end_ids:
+            found.append((token_ids[i + 1 : turn.stop], i + 1))
+            break
+    for i in range(turn.stop, len(token_ids)):
+        if token_ids[i] in end_ids:
+            found.append((token_ids[turn.stop : i], i + 1))
+            break
+    if found:
+        _, end = min(found, key=lambda place: bool(str(tokenizer.decode(place[0])).strip()))
+        return end
     raise AssetError(
         f"the chat template of {tokenizer.name_or_path} ends an assistant's turn with no special token "
         f"({tokenizer.decode(token_ids[turn.start : turn.stop][-12:])!r}), so a model trained with it would "

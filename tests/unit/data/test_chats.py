@@ -60,10 +60,20 @@ def test_every_form_gives_the_same_conversation(
         ({"messages": [{"role": "user"}]}, "row 1: messages[0] must have role and content"),
         ({"messages": WANTED[:1]}, "row 1: no assistant turn with text"),
         ({"messages": WANTED[::-1]}, "row 1 begins with the assistant"),
+        ({"messages": None}, "row 1: messages must be a list of {role, content}, got None"),
+        (
+            {"messages": [WANTED[0], {**WANTED[1], "reasoning_content": "It greets."}]},
+            "row 1: messages[1].reasoning_content would not be learnt, only content is",
+        ),
+        ({"messages": WANTED, "tools": [{"name": "search"}]}, "row 1: tools are not shown to the model"),
+        (
+            {"messages": [*WANTED, WANTED[0], {**WANTED[1], "content": " "}]},
+            "row 1: the last answer is empty",
+        ),
     ],
 )
 def test_a_bad_row_is_named(row: dict[str, Any], words: str) -> None:
-    chats = Chats([{"messages": WANTED}, row], "dataset d", None, None)
+    chats = Chats([{"messages": WANTED}, row], "dataset d", None, None, needs_last_answer=True)
     with pytest.raises(DatasetError) as caught:
         hold_out(chats, 0, 0)
     assert words in str(caught.value) and "\n" not in str(caught.value)
@@ -95,7 +105,7 @@ def test_a_corpus_inside_a_package_alternates_user_and_assistant(
     assert len(open_chats("pkg://my_corpus/data/a.yml")) == 1
     with pytest.raises(DatasetError, match=r"row 2: messages\[1\].content must be text, got 1963"):
         chats[2]
-    with pytest.raises(DatasetError, match="has one split, train"):
+    with pytest.raises(DatasetError, match="one split, train, got 'test': set dataset.split to train"):
         open_chats("pkg://my_corpus/data", split="test")
     with pytest.raises(AssetError, match=r"no data/c.yml: its YML files are \['data/a.yml', 'data/b.yml'\]"):
         open_chats("pkg://my_corpus/data/c.yml")
@@ -128,6 +138,7 @@ def test_what_is_held_out_depends_on_the_seed_alone_and_keeps_a_question_togethe
 
 def test_a_validation_split_of_its_own_takes_its_questions_out_of_the_training() -> None:
     held_out = hold_out(chats_of("a", "b", "c"), 2, 0, Chats([{"messages": WANTED}], "own", None, None))
-    assert held_out.train == [0, 1, 2] and held_out.validation == [0]
+    assert held_out.train == [0, 1, 2] and held_out.validation == [0] and held_out.num_overlapping == 0
     same = Chats([{"messages": chats_of("B")[0]}], "own", None, None)
-    assert hold_out(chats_of("a", "b", "c"), 2, 0, same).train == [0, 2]
+    held_out = hold_out(chats_of("a", "b", "c"), 2, 0, same)
+    assert held_out.train == [0, 2] and held_out.num_overlapping == 1

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from forge.data.sft import ChatTokens, Targets, collate_chats, tokenize_chat
+from forge.data.sft import ChatTokens, Targets, _tokens_of, collate_chats, tokenize_chat
 from forge.data.tokenizer import render_prompt
 from forge.errors import AssetError
 from tests.tiny import CHATML, make_tokenizer
@@ -88,6 +88,39 @@ def test_tokens_are_those_of_the_template_and_targets_follow_the_prompt_that_is_
     first = int(tokens.is_target.nonzero()[0])
     prompt = render_prompt(tokenizer, SINGLE[0]["content"])
     assert whole[:first] == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("template", [CHATML, BLOCKS, BLOCKS_WITHOUT_END])
+def test_a_special_token_inside_an_answer_does_not_end_it(
+    tokenizer: "PreTrainedTokenizerFast", template: str
+) -> None:
+    answer = {"role": "assistant", "content": "It is <|im_start|> and then 4."}
+    tokens = tokenize_chat(with_template(tokenizer, template), [SINGLE[0], answer, *SINGLE])
+    assert learnt(tokenizer, tokens)[0] == "It is <|im_start|> and then 4.<|im_end|>"
+
+
+def test_the_last_turn_is_all_its_blocks_and_never_those_of_another(
+    tokenizer: "PreTrainedTokenizerFast",
+) -> None:
+    two_blocks = BLOCKS.replace(
+        "{% generation %}", "{% generation %}think<|im_end|>{% endgeneration %} {% generation %}"
+    )
+    tokens = tokenize_chat(with_template(tokenizer, two_blocks), MULTI, "last")
+    assert learnt(tokenizer, tokens) == ["think<|im_end|>", "  4 🙂<|im_end|>"]
+    silent = [*MULTI[:-1], {"role": "assistant", "content": ""}]
+    tokens = tokenize_chat(with_template(tokenizer, BLOCKS_WITHOUT_END), silent, "last")
+    assert learnt(tokenizer, tokens) == []
+
+
+def test_a_token_that_begins_before_a_turn_is_not_learnt() -> None:
+    offsets = [(0, 3), (3, 5), (5, 9), (9, 9)]
+    assert _tokens_of((4, 9), offsets) == range(2, 3)
+    assert not _tokens_of((6, 8), offsets)
+
+
+def test_a_tokenizer_may_have_several_templates(tokenizer: "PreTrainedTokenizerFast") -> None:
+    tokenizer.chat_template = {"default": BLOCKS, "rag": CHATML}  # pyright: ignore[reportAttributeAccessIssue]
+    assert learnt(tokenizer, tokenize_chat(tokenizer, SINGLE)) == ["No,\n it is 4.<|im_end|>"]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_is_learnt(
