@@ -160,8 +160,7 @@ class GRPOConfig:
     @property
     def data_parallel_size(self) -> int:
         """Ranks of the trainer that read different data."""
-        shard = self.parallelism.shard_degree(self.services.trainer.num_procs, "services.trainer")
-        return shard * self.parallelism.data_parallel_replicate_degree
+        return self.parallelism.dp_size(self.services.trainer.num_procs, "services.trainer")
 
     def _check_lengths(self) -> None:
         if self.grpo.max_tokens >= self.training.seq_len:

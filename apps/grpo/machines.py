@@ -88,7 +88,7 @@ async def start(config: GRPOConfig, bad_batches: Path | None = None) -> Machines
     if services.ref_model is not None:
         starts["ref_model"] = ReferenceModel.options(**where(services.ref_model, "ref_model")).as_service(
             model=model,
-            training={"seq_len": training.seq_len, "dtype": training.dtype},
+            training={name: getattr(training, name) for name in ("seq_len", "dtype", "max_tokens_per_pass")},
             parallelism={"data_parallel_shard_degree": services.ref_model.num_procs},
         )
     started = await asyncio.gather(*starts.values())

@@ -148,8 +148,7 @@ class SFTConfig:
     @property
     def data_parallel_size(self) -> int:
         """Ranks of the trainer that read different data."""
-        shard = self.parallelism.shard_degree(self.services.trainer.num_procs, "services.trainer")
-        return shard * self.parallelism.data_parallel_replicate_degree
+        return self.parallelism.dp_size(self.services.trainer.num_procs, "services.trainer")
 
 
 SHORTHANDS = {f.name: f"services.{f.name}" for f in fields(ServicesConfig)}

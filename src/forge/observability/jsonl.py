@@ -1,6 +1,7 @@
 """JSONLSink: a file with one JSON object a step."""
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,9 +27,14 @@ class JSONLSink:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Takes back the lines of all later steps, and one that a killed run left half written. A file that is
-    open to be continued may stay open."""
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        path.write_text("".join(kept), encoding="utf-8")
+    """Takes back the lines of all later steps, and one that a killed run left half written; lines ascend by
+    step. The file is cut and never written anew, so that a kill loses nothing; it may be open to go on."""
+    if not path.exists():
+        return
+    size = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                os.truncate(path, size)
+                return
+            size += len(line)

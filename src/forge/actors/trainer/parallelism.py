@@ -45,9 +45,9 @@ class ParallelismOptions:
         """The parts that a pipeline cuts the model into."""
         return self.pipeline_parallel_degree * (1 + (self.pipeline_parallel_schedule == "Interleaved1F1B"))
 
-    def dp_size(self, num_procs: int) -> int:
-        """The processes, or groups of them, that get a batch of their own."""
-        return self.shard_degree(num_procs) * self.data_parallel_replicate_degree
+    def dp_size(self, num_procs: int, owner: str = "the mesh") -> int:
+        """The processes, or groups of them, that get a batch of their own; see `shard_degree`."""
+        return self.shard_degree(num_procs, owner) * self.data_parallel_replicate_degree
 
     def check(self, num_procs: int) -> None:
         """Raises ConfigError unless the degrees fit this many processes."""
