@@ -68,12 +68,16 @@ def _by_mask(layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attended.transpose(1, 2)
 
 
-@pytest.mark.parametrize("max_queries", [256, 3])
+@pytest.mark.parametrize(
+    ("max_queries", "branch_cells"), [(256, 512), (256, 30), (3, 1)], ids=["merged", "some merged", "cut"]
+)
 def test_values_and_gradients_equal_the_mask_written_out(
-    max_queries: int, monkeypatch: pytest.MonkeyPatch
+    max_queries: int, branch_cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(branches, "MAX_QUERIES", max_queries)
-    monkeypatch.setattr(branches, "FREE_CELLS", 20)
+    monkeypatch.setattr(branches, "BRANCH_CELLS", branch_cells)
+    monkeypatch.setattr(branches, "KEY_CELLS", 0)
+    monkeypatch.setattr(branches, "BATCH_CELLS", 20)
     for layout in _layouts():
         qkv = _qkv(layout)
         got, want = _attend(layout, *qkv), _by_mask(layout, *qkv)

@@ -84,8 +84,7 @@ class BranchAttention(torch.autograd.Function):
         ctx.branches, ctx.scale = branches, scale  # type: ignore[attr-defined]
         parts = []
         for batch in branches.batches:
-            queries = _queries(q, batch, branches.first_query, k.shape[1])
-            keys, values = _keys(k, batch), _keys(v, batch)
+            queries, keys, values = _queries(q, batch, k.shape[1]), _keys(k, batch), _keys(v, batch)
             attended = torch.bmm(_probabilities(queries, keys, batch, scale), values)
             parts.append(_tokens_first(attended, *batch.queries.shape))
         return torch.cat(parts).index_select(0, branches.order)
@@ -101,9 +100,9 @@ class BranchAttention(torch.autograd.Function):
         # summed in float32: a prompt's keys stand in many branches
         grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
         for batch in branches.batches:
-            queries = _queries(q, batch, branches.first_query, k.shape[1])
-            part = _queries(grad, batch, branches.first_query, k.shape[1])
-            keys, values = _keys(k, batch), _keys(v, batch)
+            queries, keys, values = _queries(q, batch, k.shape[1]), _keys(k, batch), _keys(v, batch)
+            # 0 in the padding: whatever is computed there then counts for nothing
+            part = _queries(grad, batch, k.shape[1], batch.queries.flatten() >= 0)
             p = _probabilities(queries, keys, batch, scale)
             _add(grad_v, torch.bmm(p.transpose(1, 2), part), batch)
             grad_p = torch.bmm(part, values.transpose(1, 2))
@@ -124,18 +123,18 @@ def _probabilities(queries: Tensor, keys: Tensor, batch: BranchBatch, scale: flo
     return torch.softmax(scores, dim=-1)
 
 
-def _queries(x: Tensor, batch: BranchBatch, first_query: int, num_kv_heads: int) -> Tensor:
-    """x [Sq, KV * G, H] at the queries of a batch -> [n * KV, G * Lq, H], 0 in the padding."""
-    tokens = batch.queries.flatten()
-    chosen = x.index_select(0, (tokens - first_query).clamp_(min=0))
-    chosen.masked_fill_((tokens < 0)[:, None, None], 0)
+def _queries(x: Tensor, batch: BranchBatch, num_kv_heads: int, kept: Tensor | None = None) -> Tensor:
+    """x [Sq, KV * G, H] at the queries of a batch -> [n * KV, G * Lq, H], 0 where not `kept` [n * Lq]."""
+    chosen = x.index_select(0, batch.query_places)
+    if kept is not None:
+        chosen *= kept[:, None, None]
     num, length = batch.queries.shape
     return chosen.view(num, length, *x.shape[1:]).transpose(1, 2).reshape(num * num_kv_heads, -1, x.shape[2])
 
 
 def _keys(x: Tensor, batch: BranchBatch) -> Tensor:
     """x [S, KV, H] at the keys of a batch -> [n * KV, Lk, H]; the bias hides the padding."""
-    chosen = x.index_select(0, batch.keys.flatten().clamp(min=0))
+    chosen = x.index_select(0, batch.key_places)
     return chosen.view(*batch.keys.shape, *x.shape[1:]).transpose(1, 2).flatten(0, 1)
 
 
@@ -146,5 +145,4 @@ def _tokens_first(x: Tensor, num: int, length: int) -> Tensor:
 
 def _add(total: Tensor, parts: Tensor, batch: BranchBatch) -> None:
     """Adds gradients [n * KV, Lk, H] of a batch's keys to those of all, [S, KV, H]; the padding's are 0."""
-    tokens = batch.keys.flatten().clamp(min=0)
-    total.index_add_(0, tokens, _tokens_first(parts, *batch.keys.shape).float())
+    total.index_add_(0, batch.key_places, _tokens_first(parts, *batch.keys.shape).float())
