@@ -1,8 +1,10 @@
 """One rank of a training run as test_trainer_checkpoint runs it: a process that may be killed anywhere."""
 
 import asyncio
+import itertools
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ import forge.actors.trainer.checkpoint  # noqa: F401 - so that processes forked 
 from forge.actors.trainer import TitanTrainer
 from forge.controller.journal import Journal
 from forge.data_models import TrainInputs, TrainTargets
+from forge.errors import ForgeError
 from tests.integration.recovery_worker import Wandering, die_at
 from tests.integration.trainer_cases import batch_of, completion_groups
 
@@ -34,6 +37,9 @@ class Life:
     world_size: int = 1
     loss: Any = field(default_factory=Wandering)
     dies_at: tuple[str, str, int] | None = None  # audit event, part of a path, how often in this life
+    fails_at: tuple[
+        int, ...
+    ] = ()  # checkpoints of this life, by number, that rank 0 can't put in their place
     dies_after_s: tuple[int, float] | None = None  # so many steps of this life, and seconds after the last
 
 
@@ -45,20 +51,33 @@ def live(life: Life, rank: int, port: int) -> None:
     os.environ.update({name: str(value) for name, value in address.items()})
     if life.dies_at is not None and rank == 0:
         die_at(*life.dies_at, Path(life.checkpoint["folder"]))
+    if life.fails_at and rank == 0:
+        _fail_at(life.fails_at)
     asyncio.run(_train(life, rank))
 
 
-async def start(life: Life, rank: int = 0, *, state_dir: Path | None = None, **options: Any) -> TitanTrainer:
+def _fail_at(numbers: tuple[int, ...]) -> None:
+    left = itertools.count(1)
+
+    def hook(name: str, args: tuple[Any, ...]) -> None:
+        if name == "os.rename" and str(args[0]).endswith(".partial") and next(left) in numbers:
+            raise OSError("the file system is read-only")
+
+    sys.addaudithook(hook)
+
+
+async def start(
+    life: Life, rank: int = 0, *, state_dir: Path | None = None, optimizer: Mapping[str, Any] | None = None
+) -> TitanTrainer:
     """The trainer of a run, caught up."""
     trainer = TitanTrainer.__new__(TitanTrainer)
     trainer.rank, trainer.world_size, trainer.state_dir = rank, life.world_size, state_dir
-    training = {"seq_len": 64, "dtype": "float32", **options}
     trainer.__init__(
         life.model,
         life.loss,
-        optimizer={"lr": 1e-2, "weight_decay": 0.1},
+        optimizer=optimizer or {"lr": 1e-2, "weight_decay": 0.1},
         lr_scheduler={"warmup_steps": 5},
-        training=training,
+        training={"seq_len": 64, "dtype": "float32"},
         parallelism=life.parallelism,
         checkpoint=life.checkpoint,
     )
@@ -75,7 +94,11 @@ async def _train(life: Life, rank: int) -> None:
     assert progress.state == ({"position": first} if first else {})
     for step in range(first, life.steps):
         batches = batches_of(step, trainer.learner.model.job.dp_size)
-        result = await trainer.train_step(*batches, state={"position": step + 1})
+        try:
+            result = await trainer.train_step(*batches, state={"position": step + 1})
+        except ForgeError as error:
+            life.curve.with_name(f"error{rank}").write_text(f"step {step}: {error}")
+            break
         if curve is not None:
             curve.append((step, result.loss))
             if life.dies_after_s is not None and step - first + 1 == life.dies_after_s[0]:

@@ -138,6 +138,42 @@ def test_two_ranks_resume_what_one_has_begun(
     assert_follows(life, undisturbed(life.loss), tolerance=1e-5)
 
 
+def test_what_fails_on_one_rank_is_tried_again_and_then_raised_on_all(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    options = {"folder": str(tmp_path / "saved"), "interval": 1}
+    life = Life(tiny_qwen3, tmp_path / "curve", 6, options, FSDP, 2, fails_at=(1, 3, 4))
+    assert run(life)
+    assert [step for step, _ in curve_of(life)] == [0, 1, 2]
+    for rank in (0, 1):
+        told = (tmp_path / f"error{rank}").read_text()
+        assert told.startswith("step 3: the checkpoint ") and "step-4 could not be written: the file" in told
+    assert os.listdir(tmp_path / "saved") == ["step-2"]
+
+
+def test_options_of_the_optimizer_win_over_the_checkpoint(tiny_qwen3: Path, tmp_path: Path) -> None:
+    life = Life(tiny_qwen3, tmp_path / "curve", STEPS, {"folder": str(tmp_path / "saved"), "interval": 1})
+    other = {"name": "Adam", "lr": 1e-3, "weight_decay": 0.3, "betas": [0.5, 0.6], "eps": 1e-4}
+
+    async def main() -> None:
+        trainer = await start(life)
+        await train(trainer, 2)
+        await trainer.teardown()
+        resumed = await start(life, optimizer=other)
+        [optimizer] = resumed.learner.update.optimizers
+        [group] = optimizer.param_groups
+        assert (group["weight_decay"], group["betas"], group["eps"]) == (0.3, (0.5, 0.6), 1e-4)
+        assert group["decoupled_weight_decay"] is False
+        assert group["lr"] == pytest.approx(1e-3 * 3 / 5)  # the third step of five to warm up
+        [parameter, *_] = group["params"]
+        before, first = parameter.detach().clone(), optimizer.state[parameter]["exp_avg"].clone()
+        await train(resumed, 1)
+        assert not torch.equal(parameter, before) and first.abs().max() > 0
+        await resumed.teardown()
+
+    asyncio.run(main())
+
+
 def test_a_replaced_trainer_repeats_from_what_the_run_started_from(
     tiny_qwen3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,6 +230,32 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
         for _ in range(2):
             with pytest.raises(ForgeError, match="every checkpoint in .* is damaged .step-3: .*; step-2: "):
                 await start(life)
+
+    asyncio.run(main())
+
+
+def test_a_save_that_fails_behind_a_step_is_logged_at_once_and_tried_again(
+    tiny_qwen3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Life(tiny_qwen3, tmp_path / "curve", STEPS, {"folder": str(tmp_path / "saved"), "interval": 1})
+
+    async def main() -> None:
+        trainer = await start(life)
+        for _ in range(2):
+            caplog.clear()
+            with files_up_to(100_000):
+                await train(trainer, 1)
+                while "could not be written: rank 0: " not in caplog.text:
+                    await asyncio.sleep(0.01)
+            await train(trainer, 1)
+        assert sorted(os.listdir(tmp_path / "saved")) == ["step-2", "step-4"]
+        with files_up_to(100_000):
+            await train(trainer, 1)
+            with pytest.raises(ForgeError, match="step-6 could not be written: .*make room"):
+                await train(trainer, 1)
+        await train(trainer, 1)
+        await trainer.teardown()
+        assert sorted(os.listdir(tmp_path / "saved")) == ["step-4", "step-7"]
 
     asyncio.run(main())
 

@@ -1,5 +1,6 @@
 """Which checkpoints of a folder count, which are whole, and what stays of them after kills."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,23 @@ def test_the_newest_stay_and_those_that_are_needed(folder: CheckpointFolder) -> 
     assert names(folder) == ["step-10", "step-100", "step-101.partial", "step-2"]
     folder.purge(1, also_kept=[])
     assert folder.steps() == [100]
+
+
+def test_an_old_one_that_can_not_be_deleted_is_told_and_the_others_are(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(folder, 1, 2, 3)
+    rmtree = shutil.rmtree
+
+    def refuse(path: Path) -> None:
+        if path == folder.of(1):
+            raise PermissionError(13, "Permission denied", str(path / "__0_0.distcp"))
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    folder.purge(1, also_kept=[])
+    assert folder.steps() == [3] and not folder.of(2).exists()
+    assert f"{folder.of(1)} is no longer needed, but can't be deleted: " in caplog.text
 
 
 def test_damage_is_named(folder: CheckpointFolder) -> None:

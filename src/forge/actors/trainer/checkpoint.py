@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,10 +77,8 @@ class Checkpoints:
             sd_adapter=None,
         )
         self.folder = CheckpointFolder(Path(options.folder).absolute())
-        if not dist.is_initialized():  # DCP's guess is right
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._saving: Future[None] | None = None
+        self._saving: Future[str | None] | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether one is to be saved after so many optimizer steps."""
@@ -96,14 +95,15 @@ class Checkpoints:
     def load(self, step: int) -> Standing:
         """Model, optimizer, schedule, random numbers and loss become those of this checkpoint.
 
-        Options win over what it holds: learning rate, betas, weight decay. Random numbers are exact under
-        the number of processes that wrote it; otherwise they go on from rank 0's.
+        The optimizer's options win over what it holds: learning rate, betas, eps, weight decay. Random
+        numbers are exact under the number of processes that wrote it; otherwise they go on from rank 0's.
         """
         start = time.monotonic()
-        groups = [group for optimizer in self._learner.update.optimizers for group in optimizer.param_groups]
-        options = [{name: v for name, v in group.items() if name != "params"} for group in groups]
-        keys = self.folder.metadata(step).state_dict_metadata
+        options = [_options_of(group) for group in self._param_groups()]
+        # one rank's word: a shared file system may show the others what is gone
+        keys = from_rank_0(lambda: set(self.folder.metadata(step).state_dict_metadata), self._rank)
         self._facts.rank = self._rank if f"{_FACTS}.rank{self._rank}" in keys else 0
+        _expect_one_process()
         try:
             self._manager.dcp_load(
                 self._states(), checkpoint_id=str(self.folder.of(step)), from_hf=False, from_quantized=False
@@ -111,7 +111,7 @@ class Checkpoints:
         except CheckpointException as error:  # no Exception
             raise ForgeError(f"{self.folder.of(step)} can't be loaded: {_reason(error)}") from error
         self._facts.rank = self._rank
-        for group, given in zip(groups, options, strict=True):
+        for group, given in zip(self._param_groups(), options, strict=True):  # others than before
             group.update(given)
         stored = self._facts.loaded
         self._learner.resume(Facts(*(stored[f.name] for f in fields(Facts))))
@@ -124,36 +124,28 @@ class Checkpoints:
         """Begins to save; the next step may change everything once this has returned.
 
         also_kept: checkpoints that must not be deleted, however old. Does nothing before the first step, and
-        while a step is repeated of which a later checkpoint is complete. Raises ForgeError when this one, or
-        the one before, can't be written.
+        while a step is repeated of which a later checkpoint is complete. Where the one before could not be
+        written, this one is waited for: raises ForgeError, on every rank, when it can't be written either.
         """
         step = self._learner.num_steps
-        self.wait()
+        failed_before = self._failure() is not None
         if step == 0 or not from_rank_0(lambda: self._begin(step), self._rank):
             return
         self._standing = standing
-        mode = titan.AsyncMode.ASYNC if self._is_async else titan.AsyncMode.DISABLED
-        try:
-            writing = self._manager.dcp_save(self._states(), str(self.folder.partial(step)), mode)
-        except CheckpointException as error:  # no Exception
-            raise self._failure(step, error) from error
-        self._saving = self._thread.submit(self._finish, step, writing, also_kept)
-        if not self._is_async:
+        self._saving = self._thread.submit(self._finish, step, self._write(step), also_kept)
+        if failed_before or not self._is_async:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when nothing is being written; raises ForgeError when it could not be."""
-        if self._saving is not None:
-            saving, self._saving = self._saving, None
-            saving.result()
+        """Returns when nothing is being written; raises ForgeError, on every rank, when it could not be."""
+        failure = self._failure()
+        if failure is not None:
+            raise ForgeError(failure)
 
     def close(self) -> None:
-        """Ends its threads."""
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
-            self._manager.close()
+        """Ends its threads, once nothing is being written; what could not be is in the log."""
+        self._thread.shutdown()
+        self._manager.close()
 
     def _base(self, note: Path | None) -> int:
         self.folder.tidy()
@@ -198,28 +190,70 @@ class Checkpoints:
         self.folder.drop_partial()
         return True
 
-    def _finish(self, step: int, writing: Any, also_kept: Collection[int]) -> None:
+    def _write(self, step: int) -> "Future[Any] | None":
+        """Begins to write, or, unless async, writes."""
+        mode = titan.AsyncMode.ASYNC if self._is_async else titan.AsyncMode.DISABLED
+        _expect_one_process()
+        try:
+            writing = self._manager.dcp_save(self._states(), str(self.folder.partial(step)), mode)
+        except CheckpointException as error:  # no Exception
+            raise ForgeError(self._give_up(step, error)) from error
+        assert writing is None or isinstance(writing, Future)
+        return writing
+
+    def _finish(self, step: int, writing: "Future[Any] | None", also_kept: Collection[int]) -> str | None:
+        """Once it is written it takes its place; why not, if that fails."""
         try:
             if writing is not None:
                 writing.result()
             if self._rank == 0:
                 self.folder.finish(step)
-                self.folder.purge(self._options.keep_latest_k, also_kept)
         except (CheckpointException, OSError) as error:
-            raise self._failure(step, error) from error
-
-    def _failure(self, step: int, error: BaseException) -> ForgeError:
+            return self._give_up(step, error)
         if self._rank == 0:
-            self.folder.drop_partial()  # makes room
-        return ForgeError(
+            self.folder.purge(self._options.keep_latest_k, also_kept)
+        return None
+
+    def _failure(self) -> str | None:
+        """Waits; why the last save failed; None when it did not, or this was asked before.
+
+        Rank 0 answers for all: some things fail on it alone.
+        """
+        if self._saving is None:
+            return None
+        saving, self._saving = self._saving, None
+        wait_for([saving])
+        return from_rank_0(saving.result, self._rank)
+
+    def _give_up(self, step: int, error: BaseException) -> str:
+        """Says so in the log at once: nobody may ask for a long time."""
+        told = (
             f"the checkpoint {self.folder.of(step)} could not be written: {_reason(error)}. Those before it "
             "are as they were: make room, or name another checkpoint.folder"
         )
+        if self._rank == 0:
+            logger.error(told)
+            self.folder.drop_partial()  # makes room
+        return told
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._learner.update.optimizers for group in optimizer.param_groups]
 
     def _states(self) -> dict[str, Any]:
         states = {name: state for name, state in self._manager.states.items() if state is not None}
         weights = states.pop(titan.MODEL).state_dict()
         return {**states, **weights}
+
+
+def _expect_one_process() -> None:
+    """Silences what torch says, in whatever thread, when it saves or loads without other processes."""
+    if not dist.is_initialized():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What the user decides of a parameter group."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _by_name(facts: Facts | Standing) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forge.errors import AssetError
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
 """Of an exported file: what the writer holds in memory."""
@@ -51,18 +53,50 @@ def load_weights(names: Mapping[str, Tensor], folder: Path) -> None:
 def replacing(folder: Path) -> Iterator[Path]:
     """A new folder to write a model to; its files then take the place of those of an earlier export.
 
-    A kill before the end leaves the earlier export, or a mixture that the next attempt replaces.
+    Whenever a kill comes, the folder holds one of the two, whole: no weights are overwritten that the other
+    needs, and what names the new ones comes last.
     """
     new = folder / ".partial"  # inside, since the folder may be a file system of its own
     if new.exists():
         shutil.rmtree(new)
     new.mkdir(parents=True)
     yield new
-    for stale in (*folder.glob("*.safetensors"), *folder.glob(INDEX)):
-        stale.unlink()
-    for path in sorted(new.iterdir()):
+    old = _named_in(folder) | {SINGLE}
+    for path in folder.glob("*.safetensors"):
+        if path.name not in old:  # left by a kill
+            path.unlink()
+    _give_free_names(new, old)
+    kept = _named_in(new) or {SINGLE}
+    for path in sorted(new.iterdir(), key=lambda path: path.name in (SINGLE, INDEX)):
         os.replace(path, folder / path.name)
     new.rmdir()
+    if SINGLE in kept:
+        (folder / INDEX).unlink(missing_ok=True)
+    for name in sorted(old - kept):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _give_free_names(new: Path, taken: set[str]) -> None:
+    """Where a file in `new` would overwrite a taken one, all are called model-b-... instead of model-..."""
+    names = _named_in(new)
+    if not names & taken:
+        return
+    free = {name: name.replace("model-", "model-b-", 1) for name in names}
+    for name, other in free.items():
+        os.replace(new / name, new / other)
+    index = json.loads((new / INDEX).read_text())
+    index["weight_map"] = {tensor: free[name] for tensor, name in index["weight_map"].items()}
+    _write_json(index, new / INDEX)
+
+
+def _named_in(folder: Path) -> set[str]:
+    """The files that the folder's index names; none where it has no index."""
+    path = folder / INDEX
+    return set(json.loads(path.read_text())["weight_map"].values()) if path.is_file() else set()
+
+
+def _write_json(value: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def save_weights(
@@ -88,15 +122,14 @@ def save_weights(
         total += tensor.nbytes
     write()
     if len(file_of) == 1:
-        os.replace(folder / "0.part", folder / "model.safetensors")
+        os.replace(folder / "0.part", folder / SINGLE)
         return
     weight_map: dict[str, str] = {}
     for i, names in enumerate(file_of):
         file = f"model-{i + 1:05d}-of-{len(file_of):05d}.safetensors"
         os.replace(folder / f"{i}.part", folder / file)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    _write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX)
 
 
 def save_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -107,16 +140,14 @@ def save_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _write_json(config, folder / "config.json")
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / INDEX).is_file():
-        files = [
-            folder / name
-            for name in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        ]
+    names = sorted(_named_in(folder))
+    if not names and (folder / SINGLE).is_file():
+        names = [SINGLE]
+    files = [folder / name for name in names] or sorted(folder.glob("*.safetensors"))
     if not files:
         raise AssetError(f"{folder} holds no .safetensors files")
     for path in files:

@@ -69,12 +69,15 @@ class CheckpointFolder:
         shutil.rmtree(old, ignore_errors=True)
 
     def purge(self, num_kept: int, also_kept: Collection[int]) -> None:
-        """Deletes all complete ones but the newest few."""
+        """Deletes all complete ones but the newest few; one that can't be deleted is told in the log."""
         for step in self.steps()[:-num_kept]:
             if step not in also_kept:
                 path = self.of(step)
-                (path / _METADATA).unlink()  # first: half of one must not look complete
-                shutil.rmtree(path)
+                try:
+                    (path / _METADATA).unlink()  # first: half of one must not look complete
+                    shutil.rmtree(path)
+                except OSError as error:
+                    logger.warning("%s is no longer needed, but can't be deleted: %s", path, error)
 
     def set_aside(self, step: int) -> None:
         """Takes a damaged one out of the count; its files stay for whoever wants to look."""
