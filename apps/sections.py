@@ -1,7 +1,7 @@
 """The sections of a configuration that every app has, and what the actors are given of them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from forge.actors.trainer.parallelism import ParallelismOptions
@@ -77,6 +77,16 @@ class ServiceConfig:
     def num_procs(self) -> int:
         """Processes of one replica on all its hosts."""
         return self.procs * (self.hosts or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The actors of a run, each a ServiceConfig or null."""
+
+    def present(self) -> dict[str, ServiceConfig]:
+        """The services that run, by name."""
+        services = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: service for name, service in services.items() if service is not None}
 
 
 @dataclass(frozen=True, slots=True)

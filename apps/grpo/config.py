@@ -12,6 +12,7 @@ from apps.sections import (
     LoggingConfig,
     OptimizationConfig,
     ServiceConfig,
+    Services,
     above_zero,
     at_least,
     check_batch_size,
@@ -84,7 +85,7 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ServicesConfig:
+class ServicesConfig(Services):
     """The actors of the run."""
 
     generator: ServiceConfig = field(default_factory=ServiceConfig)  # procs: its tensor-parallel size
@@ -108,11 +109,6 @@ class ServicesConfig:
                 raise ConfigError(
                     f"{name} must be one process, got {copies}: copies would not share their contents"
                 )
-
-    def present(self) -> dict[str, ServiceConfig]:
-        """The services that run, by name."""
-        services = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: service for name, service in services.items() if service is not None}
 
 
 @dataclass(frozen=True, slots=True)

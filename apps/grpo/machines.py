@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from apps import machines
 from apps.grpo.config import GRPOConfig
 from apps.sections import engine_config, trainer_sections, where
 from forge.actors.generator import Generator
@@ -11,10 +12,6 @@ from forge.actors.reference_model import ReferenceModel
 from forge.actors.replay_buffer import ReplayBuffer
 from forge.actors.trainer import TitanTrainer
 from forge.controller import ActorHandle, ForgeActor, Runtime, Service
-from forge.controller.launcher import make_launcher
-from forge.controller.ledger import Demand
-from forge.controller.options import ActorOptions
-from forge.controller.placement_table import placement_table
 from forge.data import assets
 from forge.data.dataset import DatasetActor
 from forge.data.rewards import MathReward
@@ -43,7 +40,8 @@ async def start(config: GRPOConfig, bad_batches: Path | None = None) -> Machines
     folder = str(await asyncio.to_thread(assets.fetch, config.model))
     services, training, grpo = config.services, config.training, config.grpo
     model = {"hf_assets_path": folder}
-    Runtime.current().check_gpus(options_of(config))
+    await asyncio.to_thread(machines.check_model, Path(folder), config.parallelism, config.training.seq_len)
+    Runtime.current().check_gpus(machines.options_of(CLASSES, config.services.present()))
     loss = GRPOLoss(
         clip_low=grpo.clip_low,
         clip_high=grpo.clip_high,
@@ -106,14 +104,8 @@ CLASSES: dict[str, type[ForgeActor]] = {  # of each service
 }
 
 
-def options_of(config: GRPOConfig) -> list[ActorOptions]:
-    """Where and how often each service of the run is to start."""
-    present = config.services.present()
-    return [CLASSES[name].options(**where(service, name)) for name, service in present.items()]
-
-
 def placement(config: GRPOConfig) -> str:
-    """A table of where every replica runs and what it takes, against what there is."""
-    hosts = config.launcher
-    launcher = make_launcher(hosts.name, hosts.num_hosts, hosts.gpus_per_host)
-    return placement_table(launcher, [Demand.of(options) for options in options_of(config)])
+    """A table of where every replica runs and what it takes; a model in a local folder is checked, too."""
+    if Path(config.model).is_dir():
+        machines.check_model(Path(config.model), config.parallelism, config.training.seq_len)
+    return machines.placement(config.launcher, machines.options_of(CLASSES, config.services.present()))

@@ -12,6 +12,7 @@ from apps.sections import (
     LoggingConfig,
     OptimizationConfig,
     ServiceConfig,
+    Services,
     above_zero,
     at_least,
     check_chaos,
@@ -86,14 +87,12 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ServicesConfig:
+class ServicesConfig(Services):
     """The actors of the run."""
 
     trainer: ServiceConfig = field(default_factory=ServiceConfig)  # procs: all degrees multiplied
     dataset: ServiceConfig = field(default_factory=ServiceConfig)
-    generator: ServiceConfig | None = (
-        None  # null or left out: no sampled answers; procs: tensor-parallel size
-    )
+    generator: ServiceConfig | None = None  # null: no sampled answers; procs: tensor-parallel size
 
     def __post_init__(self) -> None:
         for name in ("trainer", "dataset"):
@@ -103,18 +102,13 @@ class ServicesConfig:
         if self.dataset.num_procs != 1:
             raise ConfigError(f"dataset must be one process, got {self.dataset.num_procs}")
 
-    def present(self) -> dict[str, ServiceConfig]:
-        """The services that run, by name."""
-        services = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: service for name, service in services.items() if service is not None}
-
 
 @dataclass(frozen=True, slots=True)
 class SFTConfig:
     """A whole run."""
 
     model: str  # hf://ORG/NAME, ORG/NAME, a local folder, a GGUF file, or pkg://PACKAGE/FILE.gguf
-    epochs: int = 1  # times that every conversation is trained on
+    epochs: int = 1  # times that the conversations are gone through
     steps: int | None = None  # optimizer steps; null: those that the epochs take
     seed: int = 0  # of the order of the data, the choice of the validation and the sampling
     output_dir: str = "outputs/sft"  # folder for metrics, checkpoints, the report and the trained model
@@ -143,7 +137,14 @@ class SFTConfig:
                 f"training.batch_size {self.training.batch_size} is less than a conversation for each of "
                 f"{self.data_parallel_size} data-parallel ranks: make it {self.data_parallel_size} or more"
             )
-        check_chaos(self.chaos, self.services.present())
+        check_chaos(self.chaos, self.present())
+
+    def present(self) -> dict[str, ServiceConfig]:
+        """The services that run, by name: no generator where there is no question to answer."""
+        services = self.services.present()
+        if not (self.validation.size and self.validation.samples):
+            services.pop("generator", None)
+        return services
 
     @property
     def data_parallel_size(self) -> int:

@@ -4,18 +4,17 @@ import asyncio
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from apps import machines
 from apps.sections import engine_config, trainer_sections, where
-from apps.sft.config import SFTConfig
+from apps.sft.config import SFTConfig, TrainingConfig
 from forge.actors.generator import Generator
 from forge.actors.trainer import TitanTrainer
 from forge.controller import ActorHandle, ForgeActor, Runtime, Service
-from forge.controller.launcher import make_launcher
-from forge.controller.ledger import Demand
-from forge.controller.options import ActorOptions
-from forge.controller.placement_table import placement_table
 from forge.data import assets
 from forge.data.chat_dataset import ChatDataset, ChatSizes, Question
+from forge.data.rows import Position
 from forge.data_models import TextTrainBatch
+from forge.errors import ConfigError
 from forge.rl.loss import SFTLoss
 
 
@@ -27,7 +26,8 @@ class Machines:
     trainer: ActorHandle
     generator: Service | None
     sizes: ChatSizes
-    num_steps: int  # of the whole run
+    num_steps: int  # of the whole run, at most
+    end: Position | None  # in the data, where the run ends; None: by its steps alone
     validation: list[list[TextTrainBatch]]  # batches, each with a part for every rank
     questions: list[Question]  # that the generator answers at each validation
 
@@ -38,17 +38,29 @@ async def start(config: SFTConfig, checkpoints: Path) -> Machines:
     checkpoints: a folder; where it holds a checkpoint, the trainer goes on from it.
     """
     folder = str(await asyncio.to_thread(assets.fetch, config.model))
-    Runtime.current().check_gpus(options_of(config))
+    await asyncio.to_thread(machines.check_model, Path(folder), config.parallelism, config.training.seq_len)
+    Runtime.current().check_gpus(machines.options_of(CLASSES, config.present()))
     dataset = await start_dataset(config, folder)
     sizes: ChatSizes = await dataset.sizes.call_one()
     num_steps = config.steps or -(-config.epochs * sizes.train // config.training.batch_size)
+    check_warmup(config.training, num_steps)
     trainer, generator, validation, questions = await asyncio.gather(
         start_trainer(config, folder, num_steps, checkpoints),
         start_generator(config, folder),
         dataset.validation.call_one(),
         dataset.questions.call_one(config.validation.samples),
     )
-    return Machines(dataset, trainer, generator, sizes, num_steps, validation, questions)
+    end = Position(config.epochs - 1, sizes.train) if config.steps is None else None
+    return Machines(dataset, trainer, generator, sizes, num_steps, end, validation, questions)
+
+
+def check_warmup(training: TrainingConfig, num_steps: int) -> None:
+    """Raises ConfigError where a decay of the learning rate would have no step."""
+    if training.lr_decay != "constant" and training.warmup_steps >= num_steps:
+        raise ConfigError(
+            f"training.warmup_steps {training.warmup_steps} is not below the run's {num_steps} steps: "
+            "lower it, give the run more epochs, or set training.lr_decay to constant"
+        )
 
 
 async def start_dataset(config: SFTConfig, folder: str) -> ActorHandle:
@@ -78,7 +90,7 @@ async def start_trainer(config: SFTConfig, folder: str, num_steps: int, checkpoi
 
 async def start_generator(config: SFTConfig, folder: str) -> Service | None:
     """The engine that answers questions with the weights of the moment."""
-    service = config.services.generator
+    service = config.present().get("generator")
     if service is None:
         return None
     return await Generator.options(**where(service, "generator")).as_service(
@@ -95,14 +107,8 @@ CLASSES: dict[str, type[ForgeActor]] = {  # of each service
 }
 
 
-def options_of(config: SFTConfig) -> list[ActorOptions]:
-    """Where and how often each service of the run is to start."""
-    present = config.services.present()
-    return [CLASSES[name].options(**where(service, name)) for name, service in present.items()]
-
-
 def placement(config: SFTConfig) -> str:
-    """A table of where every replica runs and what it takes, against what there is."""
-    hosts = config.launcher
-    launcher = make_launcher(hosts.name, hosts.num_hosts, hosts.gpus_per_host)
-    return placement_table(launcher, [Demand.of(options) for options in options_of(config)])
+    """A table of where every replica runs and what it takes; a model in a local folder is checked, too."""
+    if Path(config.model).is_dir():
+        machines.check_model(Path(config.model), config.parallelism, config.training.seq_len)
+    return machines.placement(config.launcher, machines.options_of(CLASSES, config.present()))

@@ -16,7 +16,7 @@ class Place:
 
     step: int
     position: Position
-    data: dict[str, Any]  # what the position counts in
+    data: dict[str, Any]  # what the position counts in, and what the weights began as
 
     def after(self, position: Position) -> "Place":
         """One step later."""
@@ -28,12 +28,14 @@ class Place:
 
 
 def place_of(progress: Progress, config: SFTConfig, sizes: ChatSizes) -> Place:
-    """Where the checkpoint left off, or the beginning. Raises ConfigError where it was made with other data:
-    its position would be meaningless there."""
+    """Where the checkpoint left off, or the beginning. Raises ConfigError where it was made with another
+    model, data or batches: its position and its steps would mean nothing there."""
     data = {
         "dataset.path": config.dataset.path,
         "dataset.name": config.dataset.name,
         "dataset.split": config.dataset.split,
+        "model": config.model,
+        "training.batch_size": config.training.batch_size,
         "seed": config.seed,
         "conversations": sizes.train,
     }
@@ -43,7 +45,7 @@ def place_of(progress: Progress, config: SFTConfig, sizes: ChatSizes) -> Place:
     for key, value in data.items():
         if state["data"][key] != value:
             raise ConfigError(
-                f"the run to resume was trained with {key} {state['data'][key]!r}, now it is {value!r}: its "
-                "place in the data is lost; set it back, or start a new run"
+                f"the run to resume was trained with {key} {state['data'][key]!r}, now it is {value!r}, and "
+                "can't go on from its place: set it back, or start a new run"
             )
     return Place(state["step"], Position(**state["position"]), data)

@@ -6,8 +6,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
@@ -15,8 +14,7 @@ from forge.config import Loaded, describe
 from forge.controller import Runtime
 from forge.controller.chaos import Chaos
 from forge.controller.launcher import make_launcher
-from forge.errors import ConfigError, ForgeError
-from forge.grace import SAVE_GRACE_S, save_in_time
+from forge.errors import ForgeError
 from forge.observability.console import console_sink
 from forge.observability.jsonl import JSONLSink, rewind
 from forge.observability.logs import configure_logging
@@ -24,6 +22,7 @@ from forge.observability.report import draw_report, read_metrics, summarize
 from forge.observability.tracker import Sink, Tracker
 from forge.observability.view import RL_VIEW, View
 from forge.observability.wandb import WandbSink
+from forge.runs import CONFIG, earlier_folder, lock, new_folder
 
 
 class LoggingConfig(Protocol):
@@ -88,20 +87,18 @@ C = TypeVar("C", bound=AppConfig)
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 """Files of a run, with a line for a step."""
 
-LAST = "last"
-"""As the run to go on with: the newest."""
-
 
 class Run:
     """One run of an app: its folder, and a line of metrics for each step."""
 
     def __init__(self, config: AppConfig, view: View = RL_VIEW) -> None:
-        earlier = earlier_run(config)
-        self.resumed = earlier is not None
-        self.folder = earlier or Path(config.output_dir) / time.strftime("%Y%m%d-%H%M%S")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text(describe(config))
-        self.stop_asked = False
+        resume = config.resume if isinstance(config, ResumableConfig) else None
+        self.resumed = resume is not None
+        output_dir = Path(config.output_dir)
+        self.folder = new_folder(output_dir) if resume is None else earlier_folder(resume, output_dir)
+        self._lock = lock(self.folder)
+        if not self.resumed:  # else its own stays until `started`
+            self._write_config(config)
         sinks: list[Sink] = [JSONLSink(self.folder / METRICS, go_on=self.resumed)]
         if config.logging.wandb:
             values = dataclasses.asdict(config)  # pyright: ignore[reportArgumentType]
@@ -111,7 +108,8 @@ class Run:
         self._tracker = Tracker(sinks)
         self._config = config
         self._view = view
-        self._save: Callable[[], Awaitable[object]] | None = None
+        self._has_started = False
+        self._earlier: dict[str, float] = {}  # what the next row had before the run was stopped
         self._chaos: Chaos | None = None
         self._killing: asyncio.Task[None] | None = None
         self._last = time.perf_counter()
@@ -127,7 +125,8 @@ class Run:
         tokens_per_s = self._view.tokens_per_s(values)
         if tokens_per_s is not None:
             values["throughput/tokens_per_s"] = tokens_per_s
-        self._tracker.log(step, values)
+        self._tracker.log(step, {**self._earlier, **values})
+        self._earlier = {}
 
     def started(self, *, steps: int | None = None, done: int = 0) -> None:
         """Steps are timed from here on: what came before was the start of the machines.
@@ -136,61 +135,37 @@ class Run:
         resumed, after which its files go on.
         """
         self._last = time.perf_counter()
+        self._has_started = True
         if steps is not None:
             self._console.expect(steps)
         if self.resumed:
-            for file in (METRICS, SAMPLES):
-                rewind(self.folder / file, done or -1)  # not even step 0 before the first checkpoint
+            self._write_config(self._config)
+            self._rewind(done or -1)  # not even step 0 before the first checkpoint
+            how = f"after step {done}" if done else "from the beginning, as it has no checkpoint"
+            print(f"goes on from {self.folder} {how}", flush=True)
         chaos = self._config.chaos
         if chaos.targets:
             services = Runtime.current().services
             self._chaos = Chaos(services, chaos.targets, every_s=chaos.every_s, seed=chaos.seed)
             self._killing = asyncio.create_task(self._chaos.run(), name="chaos")
 
-    @contextmanager
-    def finishing_steps(self) -> Iterator[None]:
-        """Within it Ctrl-C and SIGTERM only set `stop_asked`, so that the step under way can end and be
-        saved; a second one ends the run at once, and so do SAVE_GRACE_S after a SIGTERM."""
-        loop, ends = asyncio.get_running_loop(), asyncio.current_task()
-        assert ends is not None
-        old = signal.getsignal(signal.SIGINT)
+    def reopen(self, step: int, metric: str) -> bool:
+        """Whether the last step of a run that is resumed lacks this metric, since the run was stopped before
+        it was measured. Its row is then taken back, and written again by the next `report`."""
+        rows = [row for row in read_metrics(self.folder / METRICS) if row["step"] == step]
+        if any(metric in row for row in rows):
+            return False
+        for row in rows:
+            self._earlier = {name: value for name, value in row.items() if name not in ("step", "time")}
+        self._rewind(step - 1)
+        return True
 
-        deadlines: list[asyncio.TimerHandle] = []
+    def _rewind(self, step: int) -> None:
+        for file in (METRICS, SAMPLES):
+            rewind(self.folder / file, step)
 
-        def on_signal(number: int) -> None:
-            if self.stop_asked:
-                ends.cancel()
-                return
-            self.stop_asked = True
-            how_long = "; once more to stop at once"
-            if number == signal.SIGTERM:
-                deadlines.append(loop.call_later(SAVE_GRACE_S, ends.cancel))
-                how_long = f", or in {SAVE_GRACE_S:g} s"
-            print(f"stopping when this step is done{how_long}", file=sys.stderr, flush=True)
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal, number)
-        try:
-            yield
-        finally:
-            for deadline in deadlines:
-                deadline.cancel()
-            loop.remove_signal_handler(signal.SIGINT)
-            signal.signal(signal.SIGINT, old)
-            loop.add_signal_handler(signal.SIGTERM, ends.cancel)
-
-    def save_when_interrupted(self, save: Callable[[], Awaitable[object]]) -> None:
-        """Has `save` awaited when Ctrl-C or SIGTERM has cancelled `main`, before the machines are stopped.
-
-        A trainer's `save_checkpoint` waits for the step under way. After SAVE_GRACE_S it is given up; a
-        second signal ends it at once.
-        """
-        self._save = save
-
-    async def interrupted(self) -> None:
-        """`main` has been cancelled."""
-        if self._save is not None:
-            await save_in_time(self._save)
+    def _write_config(self, config: AppConfig) -> None:
+        (self.folder / CONFIG).write_text(describe(config))
 
     def close(self) -> None:
         """Ends the output; draws the report when there was a step."""
@@ -199,25 +174,11 @@ class Run:
         self._tracker.close()
         if self._chaos is not None:
             print(self._chaos.summary(), flush=True)
-        rows = read_metrics(self.folder / METRICS)
+        self._lock.close()
+        rows = read_metrics(self.folder / METRICS) if self._has_started else []
         if rows:
             draw_report(rows, self.folder / "report.png", view=self._view)
             print(f"{summarize(rows, self._view)}; files: {self.folder}/", flush=True)
-
-
-def earlier_run(config: AppConfig) -> Path | None:
-    """The folder of the run that is to go on; None for a new one. Raises ConfigError when it is not there."""
-    resume = config.resume if isinstance(config, ResumableConfig) else None
-    if resume is None:
-        return None
-    if resume != LAST:
-        if not (Path(resume) / "config.yaml").is_file():
-            raise ConfigError(f"resume is {resume!r}, which is no folder of a run (it has no config.yaml)")
-        return Path(resume)
-    runs = sorted(path.parent for path in Path(config.output_dir).glob("*/config.yaml"))
-    if not runs:
-        raise ConfigError(f"resume is {LAST!r}, but {config.output_dir} holds no run: leave it out")
-    return runs[-1]
 
 
 def run_app(
@@ -264,8 +225,5 @@ async def _run(main: Callable[[C, Run], Awaitable[None]], config: C, view: View)
         run = Run(config, view)
         try:
             await main(config, run)
-        except asyncio.CancelledError:
-            await run.interrupted()
-            raise
         finally:
             run.close()

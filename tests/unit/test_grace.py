@@ -1,29 +1,59 @@
-"""What an interrupted run says and does about its last checkpoint."""
+"""What a run that is asked to stop still does, and what it says."""
 
 import asyncio
-import time
+import os
+import signal
 
 import pytest
 
-from forge.errors import ForgeError
-from forge.grace import save_in_time
+import forge.grace
+from forge.grace import StopRequest
 
 
-def test_a_save_that_is_done_in_time_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert asyncio.run(save_in_time(lambda: asyncio.sleep(0), grace_s=5))
-    assert capsys.readouterr().err == "saving a checkpoint, for 5 s at most\nsaved\n"
+def send(number: signal.Signals = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
 
 
-def test_a_save_that_takes_too_long_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
-    start = time.monotonic()
-    assert not asyncio.run(save_in_time(lambda: asyncio.sleep(60), grace_s=0.05))
-    assert time.monotonic() - start < 5
-    assert "those before it stay: not done within 0.05 s" in capsys.readouterr().err
+def test_a_request_ends_what_may_be_left_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> list[str]:
+        done: list[str] = []
+        with StopRequest() as stop:
+            assert await stop.unless_asked(asyncio.sleep(0))
+            asyncio.get_running_loop().call_later(0.01, send)
+            assert not await stop.unless_asked(asyncio.sleep(60))
+            send()  # a launcher that hands on what all have had
+            await asyncio.sleep(0.01)
+            assert not await stop.unless_asked(asyncio.sleep(60))
+            done.append("saved")
+        return done
+
+    assert asyncio.run(asyncio.wait_for(main(), 20)) == ["saved"]
+    assert capsys.readouterr().err == "stopping when this step is done and saved, or in 20 s\n"
 
 
-def test_a_save_that_fails_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    async def full_disk() -> None:
-        raise ForgeError("no room on the disk")
+@pytest.mark.parametrize(
+    ("number", "grace_s", "words"),
+    [
+        (signal.SIGTERM, 0.1, "not saved: the step and its checkpoint took more than 0.1 s"),
+        (signal.SIGINT, 20.0, "not saved: asked to stop once more"),
+    ],
+)
+def test_a_save_that_is_cut_off_says_so(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    grace_s: float,
+    words: str,
+) -> None:
+    monkeypatch.setattr(forge.grace, "SAME_REQUEST_S", 0.05)
 
-    assert not asyncio.run(save_in_time(full_disk))
-    assert "no checkpoint was saved, those before it stay: no room on the disk" in capsys.readouterr().err
+    async def main() -> None:
+        with StopRequest(grace_s) as stop:
+            send(number)
+            asyncio.get_running_loop().call_later(0.2, send, number)
+            await asyncio.sleep(60)
+        assert stop.asked
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+    assert words in capsys.readouterr().err

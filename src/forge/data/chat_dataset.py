@@ -24,6 +24,12 @@ class ChatSizes:
     duplicates: int  # left out, since an earlier one is the same word for word
     overlapping: int = 0  # left out, since a question of the validation's own split is theirs, too
 
+    def __str__(self) -> str:
+        return (
+            f"{self.train} conversations to train on, {self.validation} to validate on; left out: "
+            f"{self.duplicates} that are there twice, {self.overlapping} with a question of the validation"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Question:

@@ -1,14 +1,14 @@
 """The keys of the SFT app, the YAML files it ships, and where a run would be placed."""
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from apps.sft.config import DEFAULT_CONFIG, SHORTHANDS, SFTConfig, load_config
-from apps.sft.machines import placement
+from apps.sft.machines import check_warmup, placement
+from apps.sft.main import is_over
 from apps.sft.position import Place, place_of
-from forge.app import earlier_run
 from forge.config import describe
 from forge.data.chat_dataset import ChatSizes
 from forge.data.rows import Position
@@ -34,16 +34,16 @@ def test_every_shipped_file_extends_base_loads_and_shows_itself(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("model", ["qwen3_8b", "llama3_8b"])
-def test_a_gpu_file_takes_conversations_from_the_hub_and_nine_gpus(model: str) -> None:
+def test_a_gpu_file_takes_conversations_from_the_hub_and_fits_a_host_of_eight(model: str) -> None:
     config = config_of(model=model)
     assert config.dataset.path == "HuggingFaceH4/ultrachat_200k" and config.validation.split == "test_sft"
     assert config.training.batch_size % config.data_parallel_size == 0
-    assert "9 GPUs, 10 processes" in placement(config)
+    assert "5 GPUs, 6 processes" in placement(config)
 
 
 def test_the_default_run_needs_no_gpu_and_no_hub() -> None:
     config = load_config([]).config
-    assert not any(service.with_gpus for service in config.services.present().values())
+    assert not any(service.with_gpus for service in config.present().values())
     assert config.model.startswith("pkg://") and config.dataset.path.startswith("pkg://")
     assert "no GPUs, 3 processes" in placement(config)
 
@@ -86,20 +86,44 @@ def test_a_place_in_the_data_comes_back_from_a_checkpoint_and_only_with_the_same
     for other, sizes, words in (
         (config_of("--seed", "1"), SIZES, "trained with seed 0, now it is 1"),
         (config, ChatSizes(700, 100, 0), "trained with conversations 798, now it is 700"),
+        (config_of("training.batch_size=8"), SIZES, "trained with training.batch_size 16, now it is 8"),
+        (config_of("model=other"), SIZES, "trained with model 'pkg://"),
     ):
         with pytest.raises(ConfigError, match=words):
             place_of(Progress(7, later.state()), other, sizes)
 
 
-def test_a_run_to_resume_is_found_by_its_folder_or_as_the_last(tmp_path: Path) -> None:
-    out = f"output_dir={tmp_path}"
-    assert earlier_run(config_of(out)) is None
-    with pytest.raises(ConfigError, match="holds no run"):
-        earlier_run(config_of(out, "resume=last"))
-    for name in ("20260101-000000", time.strftime("%Y%m%d-%H%M%S")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").touch()
-    assert earlier_run(config_of(out, "resume=last")) == tmp_path / name
-    assert earlier_run(config_of(out, f"resume={tmp_path / name}")) == tmp_path / name
-    with pytest.raises(ConfigError, match="no folder of a run"):
-        earlier_run(config_of(out, f"resume={tmp_path}"))
+def test_a_warm_up_must_leave_steps_to_a_decay() -> None:
+    training = config_of("training.warmup_steps=25", "training.lr_decay=cosine").training
+    with pytest.raises(ConfigError, match="warmup_steps 25 is not below the run's 25 steps: lower it"):
+        check_warmup(training, 25)
+    check_warmup(training, 26)
+
+
+def test_no_generator_starts_where_no_question_is_asked() -> None:
+    assert "generator" in config_of().present()
+    for nothing in ("validation.size=0", "validation.samples=0"):
+        assert "generator" not in config_of(nothing).present()
+
+
+def test_a_model_that_its_processes_cannot_share_is_refused_before_any_starts(tiny_qwen3: Path) -> None:
+    config = config_of(f"model={tiny_qwen3}", "trainer.procs=3", "parallelism.tensor_parallel_degree=3")
+    with pytest.raises(ConfigError, match="tensor_parallel_degree must divide the model's"):
+        placement(config)
+
+
+def test_epochs_end_a_run_whose_conversations_were_passed_over() -> None:
+    def place(step: int, epoch: int, index: int) -> Place:
+        return Place(step, Position(epoch, index), {})
+
+    machines = SimpleNamespace(num_steps=20, end=Position(1, 50))
+    cases = [
+        (place(9, 1, 49), False),
+        (place(9, 1, 50), True),
+        (place(9, 2, 3), True),
+        (place(20, 0, 9), True),
+    ]
+    for at, over in cases:
+        assert is_over(machines, at) == over  # pyright: ignore[reportArgumentType]
+    by_steps = SimpleNamespace(num_steps=20, end=None)
+    assert not is_over(by_steps, place(19, 7, 0))  # pyright: ignore[reportArgumentType]
