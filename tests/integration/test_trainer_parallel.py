@@ -205,9 +205,9 @@ def test_several_processes_learn_what_plain_torch_does(
     with torch.no_grad():
         logprobs = torch.log_softmax(plain.model(torch.tensor([PROBE[:-1]])).logits[0], -1)
     scores = logprobs.gather(-1, torch.tensor(PROBE[1:])[:, None])[:, 0]
-    assert seen["scores"] == pytest.approx(scores.tolist(), abs=1e-3)
+    assert seen["scores"] == pytest.approx(scores.tolist(), abs=1e-4)
     for rank in outcome.ranks:  # all tell the same
-        assert {**rank, "pieces": None, "raised": None} == {**seen, "pieces": None, "raised": None}
+        assert {**rank, "pieces": None} == {**seen, "pieces": None}
     every_value_is_published_once(outcome)
 
 
@@ -242,8 +242,10 @@ def test_bfloat16_stays_close(
 
 
 @pytest.mark.parametrize("plan", [plan for plan in (*TWO, *FOUR) if plan.more], ids=str)
-def test_a_loss_that_raises_is_told_on_every_process(
+def test_what_goes_wrong_on_one_process_is_told_on_every_process(
     outcome_of: Callable[[Plan], Outcome], plan: Plan
 ) -> None:
     for rank in outcome_of(plan).ranks:
-        assert "the loss has no idea" in rank["raised"]
+        where = f"data-parallel rank {rank['num_dp'] - 1}: " if rank["num_dp"] > 1 else ""
+        assert rank["raised"] == f"{where}the loss: ZeroDivisionError: the loss has no idea"
+        assert "has 67 tokens, training.seq_len is 64" in rank["refused"]

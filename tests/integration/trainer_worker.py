@@ -11,6 +11,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,13 @@ async def run(plan: dict[str, Any], exported: Path) -> dict[str, Any]:
     await trainer.evaluate(inputs, targets)
     update = await trainer.optim_step()
     results[-1].metrics.update(update, grad_norm=update["grad_norm"] / 2)
+    scores = await trainer.score(PROBE)  # at once: by no weights that were gathered before the update
     await trainer.export(str(exported))
     pieces = [piece for piece, _ in plan_pieces(trainer.learner.copy_weights())[0]]
     return {
         "evaluated": evaluated.loss,
         "steps": [{"loss": r.loss, **r.metrics} for r in results],
-        "scores": (await trainer.score(PROBE)).tolist(),
+        "scores": scores.tolist(),
         "pieces": [(p.name, p.offsets, p.shape) for p in pieces],
         **(await _more(trainer, shared) if plan.get("more") else {}),
     }
@@ -142,28 +144,38 @@ async def _more(trainer: TitanTrainer, shared: dict[str, Any]) -> dict[str, Any]
     reference = as_rank(ReferenceModel, **shared)
     await reference.setup()
     logprobs = await reference.logprobs([c for group in all_groups() for c in group])
-    inputs, targets = batches(trainer.learner.model.job.dp_size, "shared")
+    job = trainer.learner.model.job
+    inputs, targets = batches(job.dp_size, "shared")
     assert targets is not None
-    raised = await _message(trainer, inputs, targets, Clueless())
+    too_long = dataclasses.replace(all_groups()[0][0], prompt_ids=torch.ones(64, dtype=torch.long))
+    refused = await _message(reference.logprobs([*all_groups()[1], too_long]))
+    trainer.learner.loss = Clueless(raises=job.dp_rank == job.dp_size - 1)
+    raised = await _message(trainer.forward_backward(inputs, targets))
     targets[-1].advantages[-1] = torch.nan
-    error = await _message(trainer, inputs, targets, trainer.loss)
-    return {"reference": torch.cat(logprobs).tolist(), "raised": raised, "error": error}
+    trainer.learner.loss = trainer.loss
+    error = await _message(trainer.forward_backward(inputs, targets))
+    seen = {"reference": torch.cat(logprobs).tolist(), "refused": refused, "error": error}
+    return {**seen, "raised": raised, "num_dp": job.dp_size}
 
 
-async def _message(trainer: TitanTrainer, inputs: Any, targets: Any, loss: Any) -> str:
-    trainer.learner.loss = loss
+async def _message(call: Awaitable[Any]) -> str:
     try:
-        await trainer.forward_backward(inputs, targets)
-    except (ForgeError, ZeroDivisionError) as error:
+        await call
+    except ForgeError as error:
         return str(error)
     return ""
 
 
 class Clueless(WeightedLogprobs):
-    """Raises for its first micro-batch."""
+    """Raises for its first micro-batch, or for none."""
+
+    def __init__(self, raises: bool) -> None:
+        self.raises = raises
 
     def from_logprobs(self, *args: Tensor) -> Result:
-        raise ZeroDivisionError("the loss has no idea")
+        if self.raises:
+            raise ZeroDivisionError("the loss has no idea")
+        return super().from_logprobs(*args)
 
 
 def be_rank(rank: int, out: Path, plans: list[dict[str, Any]]) -> None:

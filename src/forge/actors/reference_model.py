@@ -1,6 +1,7 @@
 """[3] ReferenceModel: what a frozen model thinks of the tokens that the policy sampled."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -15,6 +16,7 @@ from forge.errors import ForgeError
 from forge.rl.collate import pack_completions
 
 if TYPE_CHECKING:
+    from forge.actors.trainer.micro_batch import MicroBatch
     from forge.actors.trainer.sharded import ShardedModel
 
 T = TypeVar("T")
@@ -24,7 +26,12 @@ Groups = dict[tuple[float, tuple[int, ...]], list[int]]
 
 
 class ReferenceModel(ForgeActor):
-    """The trainer's model, never trained: equal weights and dtype give numbers equal to the trainer's."""
+    """The trainer's model, never trained.
+
+    Equal weights and dtype give numbers equal to the trainer's, as far as both have one process or both
+    several: in bfloat16 one computes under autocast with a float32 residual stream, several as FSDP does
+    (see forge.actors.trainer.sharded).
+    """
 
     compute_bound: ClassVar[bool] = True
     model: "ShardedModel"
@@ -65,6 +72,9 @@ class ReferenceModel(ForgeActor):
     async def forward(self, input_ids: Tensor, max_req_tokens: int, return_logprobs: bool = True) -> Tensor:
         """input_ids [B, L], rows that start with a prompt padded or cut to `max_req_tokens` tokens.
 
+        Every cell is read as text, padding too: left-padded prompts get other numbers than alone, which
+        `logprobs` does not know. Raises ForgeError for rows longer than `training.seq_len`.
+
         Returns log-probabilities [B, L - max_req_tokens] of the tokens behind it, float32 in nats, or with
         return_logprobs=False the logits [B, L - max_req_tokens, V] that predict them, float32.
         """
@@ -79,13 +89,15 @@ class ReferenceModel(ForgeActor):
     async def logprobs(self, completions: Sequence[Completion]) -> list[Tensor]:
         """Log-probabilities of each completion's tokens, [T] float32 in nats, at its sampling temperature.
 
-        Completions of one prompt cost that prompt once.
+        Completions of one prompt cost that prompt once. Raises ForgeError for completions that can't be
+        scored: without prompt_ids, empty, or longer with their prompt than `training.seq_len`.
         """
         return await self.run_blocking(self._logprobs, list(completions))
 
     @torch.no_grad()
     def _forward(self, input_ids: Tensor, num_prompt: int, return_logprobs: bool) -> Tensor:
         num_rows, length = input_ids.shape
+        self.model.check(_as_inputs(input_ids))
         per_pass = min(self._tokens_per_pass(input_ids.numel()) // length, num_rows)
         parts = list(input_ids.to(self.model.device).split(max(1, per_pass)))
         found = self._each(parts, lambda ids: self._predict(ids, num_prompt, return_logprobs))
@@ -94,9 +106,8 @@ class ReferenceModel(ForgeActor):
     def _predict(self, input_ids: Tensor, num_prompt: int, return_logprobs: bool) -> Tensor:
         """Logits or log-probabilities of what stands behind the prompts of some rows, row by row."""
         num_rows, length = input_ids.shape
-        columns = torch.arange(length, device=input_ids.device)
-        inputs = TrainInputs(input_ids, columns.expand(num_rows, length), torch.zeros_like(input_ids))
-        cells = torch.arange(num_rows, device=input_ids.device)[:, None] * length + columns
+        inputs = _as_inputs(input_ids)
+        cells = torch.arange(num_rows * length, device=input_ids.device).view(num_rows, length)
         sources = cells[:, num_prompt - 1 : -1].flatten()
         if not return_logprobs:
             return self.model.logits(inputs, sources).float()
@@ -107,16 +118,28 @@ class ReferenceModel(ForgeActor):
         groups = _groups(completions)
         num_tokens = sum(len(prompt) for _, prompt in groups) + sum(len(c.token_ids) for c in completions)
         parts = _passes(groups, completions, self._tokens_per_pass(num_tokens))
-        scored = self._each(parts, lambda part: self._score([[completions[i] for i in row] for row in part]))
+        # all of them on every rank: one that can't be scored is an error on all before the first pass
+        packed = [self._pack([[completions[i] for i in row] for row in part]) for part in parts]
+        scored = self._each(packed, self._score)
         places = [i for part in parts for row in part for i in row]
         found = dict(zip(places, (tensor for tensors in scored for tensor in tensors), strict=True))
         return [found[i] for i in range(len(completions))]
 
-    def _score(self, groups: list[list[Completion]]) -> list[Tensor]:
-        """Log-probabilities of completions of one temperature, in their order."""
+    def _pack(self, groups: list[list[Completion]]) -> "MicroBatch":
+        """Completions of one temperature, checked; what the generator thought of them is not read."""
+        unread = [
+            [replace(c, logprobs=torch.zeros(len(c.token_ids))) for c in completions]
+            for completions in groups
+        ]
+        inputs, targets = pack_completions(unread)
+        self.model.check(inputs)
+        return inputs, targets
+
+    def _score(self, packed: "MicroBatch") -> list[Tensor]:
+        """Log-probabilities of the completions, in their order."""
         from forge.actors.trainer.micro_batch import to_device
 
-        inputs, targets = to_device(pack_completions(groups), self.model.device)
+        inputs, targets = to_device(packed, self.model.device)
         mask = targets.loss_mask
         logprobs = self.model.logprobs(
             inputs, targets.source_ids[mask], targets.target_ids[mask], targets.temperature
@@ -139,6 +162,12 @@ class ReferenceModel(ForgeActor):
         own = range(job.dp_rank, -(-len(parts) // job.dp_size) * job.dp_size, job.dp_size)
         by_rank = job.gather([compute(parts[i % len(parts)]) for i in own])
         return [by_rank[i % job.dp_size][i // job.dp_size] for i in range(len(parts))]
+
+
+def _as_inputs(input_ids: Tensor) -> TrainInputs:
+    """input_ids [B, L] as rows of one segment."""
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return TrainInputs(input_ids, columns.expand(input_ids.shape), torch.zeros_like(input_ids))
 
 
 def _groups(completions: Sequence[Completion]) -> Groups:

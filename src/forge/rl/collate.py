@@ -16,7 +16,11 @@ pass, and must fit into memory with it."""
 
 
 def collate(batches: Sequence[Sequence[Episode]]) -> tuple[list[TrainInputs], list[TrainTargets]]:
-    """One list of episodes a data-parallel rank -> that rank's inputs and targets, in the same order."""
+    """One list of episodes a data-parallel rank -> that rank's inputs and targets, in the same order.
+
+    Raises ForgeError for what can't be trained on, among it episodes of which only some have ref_logprobs.
+    """
+    _check_references([e for episodes in batches for e in episodes])
     packed = [pack_episodes(episodes) for episodes in batches]
     return [inputs for inputs, _ in packed], [targets for _, targets in packed]
 
@@ -25,11 +29,9 @@ def pack_episodes(episodes: Sequence[Episode]) -> tuple[TrainInputs, TrainTarget
     """Episodes that stand together and belong to one group share a row; order is kept."""
     groups = [list(members) for _, members in groupby(episodes, key=lambda e: e.group_id)]
     inputs, targets = pack_completions([[e.completion for e in group] for group in groups])
-    have_reference = {e.ref_logprobs is not None for e in episodes}
-    if len(have_reference) > 1:
-        raise ForgeError("episodes with and without ref_logprobs can't share a batch: grade all or none")
+    _check_references(episodes)
     ref_logprobs = None
-    if have_reference == {True}:
+    if episodes[0].ref_logprobs is not None:
         for e in episodes:
             _check_lengths(e.episode_id, e.completion, e.ref_logprobs)
         ref_logprobs = _pad([e.ref_logprobs for e in episodes if e.ref_logprobs is not None]).float()
@@ -43,6 +45,15 @@ def pack_episodes(episodes: Sequence[Episode]) -> tuple[TrainInputs, TrainTarget
         temperature=targets.temperature,
         episode_ids=[e.episode_id for e in episodes],
     )
+
+
+def _check_references(episodes: Sequence[Episode]) -> None:
+    with_reference = sum(e.ref_logprobs is not None for e in episodes)
+    if with_reference not in (0, len(episodes)):
+        raise ForgeError(
+            f"episodes with and without ref_logprobs can't share a batch, got {with_reference} with and "
+            f"{len(episodes) - with_reference} without: grade all or none"
+        )
 
 
 def pack_completions(

@@ -2,21 +2,33 @@
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from forge.actors.trainer.layout import stream_of
-from forge.actors.trainer.micro_batch import count, from_text, name_episodes, plan_micro_batches
+from forge.actors.trainer.loss_pass import as_floats, normalizer_of, token_means_of
+from forge.actors.trainer.micro_batch import (
+    MicroBatch,
+    Shares,
+    count,
+    from_text,
+    name_episodes,
+    plan_micro_batches,
+    with_equal_lengths,
+)
+from forge.actors.trainer.tally import Tally
 from forge.data_models import Completion, TextTrainBatch, TrainInputs, TrainTargets
 from forge.rl.balance import fill_evenly
 from forge.rl.collate import pack_completions
+from forge.rl.loss import GRPOLoss, SFTLoss
 
 LENGTHS = [[2, 3], [4], [1, 2, 5], [3]]  # of each row's completions
 ROW_OF = [row for row, lengths in enumerate(LENGTHS) for _ in lengths]
 
 
-def _batch() -> tuple[TrainInputs, TrainTargets]:
+def _batch(rows: Sequence[int] = range(len(LENGTHS))) -> tuple[TrainInputs, TrainTargets]:
     generator = torch.Generator().manual_seed(0)
 
     def tokens(n: int) -> torch.Tensor:
@@ -26,13 +38,13 @@ def _batch() -> tuple[TrainInputs, TrainTargets]:
     for row, lengths in enumerate(LENGTHS):
         prompt = tokens(3 + row)
         groups.append([Completion("", tokens(n), -torch.ones(n), prompt_ids=prompt) for n in lengths])
-    inputs, targets = pack_completions(groups)
-    n = len(targets.target_ids)
+    inputs, targets = pack_completions([groups[row] for row in rows])
+    numbers = [i for row in rows for i, owner in enumerate(ROW_OF) if owner == row]
     return inputs, dataclasses.replace(
         targets,
-        advantages=torch.arange(n).float(),
+        advantages=torch.tensor(numbers).float(),
         ref_logprobs=targets.generator_logprobs - 1,
-        episode_ids=[f"e{i}" for i in range(n)],
+        episode_ids=[f"e{i}" for i in numbers],
     )
 
 
@@ -98,6 +110,36 @@ def test_plans_keep_to_the_budget_with_as_few_passes_as_may_be() -> None:
             assert max(map(max, bins)) > budget  # one pass less would not do
 
 
+def test_rows_longer_than_the_budget_make_no_empty_passes() -> None:
+    [plan] = plan_micro_batches([from_text(_text([2000, 2000]))], max_tokens=400)
+    assert [len(inputs.input_ids) for inputs, _ in plan] == [1, 1]
+
+
+@pytest.mark.parametrize("loss", [GRPOLoss(beta=0.1), SFTLoss()], ids=["fixed horizon", "by tokens"])
+@pytest.mark.parametrize("at_least", [1, 2])
+def test_neither_ranks_nor_passes_change_the_loss_or_its_metrics(
+    loss: GRPOLoss | SFTLoss, at_least: int
+) -> None:
+    shared = [_batch([0, 2]), _batch([1, 3])]
+    assert shared[0][1].loss_mask.shape != shared[1][1].loss_mask.shape
+
+    def computed(batches: list[MicroBatch]) -> tuple[float, dict[str, float]]:
+        shares = Shares.of([targets for _, targets in batches], normalizer_of(loss))
+        tally = Tally(token_means_of(loss))
+        for passes in plan_micro_batches(with_equal_lengths(batches), at_least):
+            for _, t in passes:
+                logprobs = -t.target_ids / 50.0  # of the policy, so to speak
+                value, metrics = loss.from_logprobs(
+                    logprobs, -logprobs, t.advantages, t.generator_logprobs, t.loss_mask, t.ref_logprobs
+                )
+                tally.add(float(value), as_floats(metrics), shares.weight(t), shares.token_weight(t))
+        return sum(tally.losses), tally.metrics
+
+    (one, metrics), (two, same) = computed([_batch()]), computed(shared)
+    assert two == pytest.approx(one, rel=1e-5)
+    assert same == pytest.approx(metrics, rel=1e-5)
+
+
 def _text(lengths: list[int]) -> TextTrainBatch:
     columns = torch.arange(max(lengths)).expand(len(lengths), -1)
     mask = columns < torch.tensor(lengths)[:, None]
@@ -122,7 +164,7 @@ def test_text_becomes_rows_of_one_segment_up_to_the_last_target() -> None:
     )
     inputs, targets = from_text(batch)
     assert inputs.segment_ids.tolist() == [[0, 0, 0, -1], [0, -1, -1, -1]]
-    assert inputs.positions[1].tolist() == [0, 1, 2, 3]
+    assert inputs.positions.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0]]
     assert _predicting_tokens(inputs, targets) == [[6, 7], [8]]
     assert torch.equal(targets.advantages, batch.target_weights)
 

@@ -83,6 +83,8 @@ def test_episodes_keep_their_order_rank_by_rank() -> None:
 def test_batches_that_can_not_be_trained_on_are_refused_by_name() -> None:
     with pytest.raises(ForgeError, match="with and without ref_logprobs"):
         pack_episodes([episode("a", [1]), episode("a", [2], ref=False)])
+    with pytest.raises(ForgeError, match="with and without ref_logprobs .*, got 1 with and 1 without"):
+        collate([[episode("a", [1])], [episode("a", [2], ref=False)]])
     with pytest.raises(ForgeError, match="share one prompt"):
         pack_completions([[completion([1], [2]), completion([3], [2])]])
     with pytest.raises(ForgeError, match="has no tokens"):

@@ -11,17 +11,33 @@ T = TypeVar("T")
 
 
 def from_rank_0(function: Callable[[], T], rank: int) -> T:
-    """What the function returns on rank 0, or a ForgeError of what it raises there, on every rank."""
+    """What the function returns on rank 0, or a ForgeError of what it raises there, on every rank.
+
+    An error that is neither a ForgeError nor of the disk is raised as itself on rank 0.
+    """
     result: list[Any] = [None]
+    raised: Exception | None = None
     if rank == 0:
         try:
             result = [function()]
-        except ForgeError as error:
-            result = [error]
         except OSError as error:  # its message names the file
             result = [ForgeError(str(error))]
+        except Exception as error:  # raised below, once the others know
+            raised = error
+            result = [as_forge_error(error, "rank 0")]
     if dist.is_initialized():
         dist.broadcast_object_list(result, src=0)
+    if raised is not None:
+        raise raised
     if isinstance(result[0], ForgeError):
         raise result[0]
     return result[0]
+
+
+def as_forge_error(error: Exception, who: str) -> ForgeError:
+    """An error that may travel to other ranks: itself, or one that says who raised what."""
+    if isinstance(error, ForgeError):
+        return error
+    told = ForgeError(f"{who}: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told

@@ -14,14 +14,16 @@ from torch.distributed.checkpoint.stateful import Stateful
 from forge.actors.trainer.agreement import from_rank_0
 from forge.actors.trainer.checkpoint_files import replacing, save_weights
 from forge.actors.trainer.feed import Query
-from forge.actors.trainer.loss_pass import Loss, as_floats, loss_of, normalizer_of
+from forge.actors.trainer.loss_pass import Loss, as_floats, loss_of, normalizer_of, token_means_of
 from forge.actors.trainer.micro_batch import (
     MicroBatch,
-    count,
+    Shares,
+    moved,
     name_episodes,
     plan_micro_batches,
     suspects_among,
     to_device,
+    with_equal_lengths,
 )
 from forge.actors.trainer.options import TrainerOptions
 from forge.actors.trainer.readout import Readout
@@ -48,6 +50,9 @@ class Learner:
     def __init__(
         self, source: ModelSource, options: TrainerOptions, loss: Loss, *, world_size: int, seed: int
     ) -> None:
+        """Raises ConfigError where the model can't be cut as `options` say, or for a loss that averages over
+        something unknown."""
+        normalizer_of(loss)  # a wrong one is told before the model is built
         self.model = ShardedModel(
             source, options.training, options.parallelism, world_size=world_size, seed=seed
         )
@@ -81,40 +86,45 @@ class Learner:
         return self._run(batches, backward=False)
 
     def _run(self, batches: Sequence[MicroBatch], *, backward: bool) -> ForwardBackwardResult:
-        normalize_by = normalizer_of(self.loss)
-        total = sum(count(targets, normalize_by) for _, targets in batches)
-        if total == 0:
+        shares = Shares.of([targets for _, targets in batches], normalizer_of(self.loss))
+        if shares.num_tokens == 0:
             raise ForgeError("a batch without a single unmasked target can't be trained on")
-        for inputs, _ in batches:
-            self.model.check(inputs)
-        passes = plan_micro_batches(batches, self.num_micro_batches, self._max_tokens)
-        own = passes[self.model.job.dp_rank]
-        tallies = self._tally([(part, count(part[1], normalize_by) / total) for part in own], backward)
+        for inputs, targets in batches:
+            self.model.check(inputs, targets.target_ids[targets.loss_mask.bool()])
+        passes = plan_micro_batches(with_equal_lengths(batches), self.num_micro_batches, self._max_tokens)
+        tallies = self._tally(passes[self.model.job.dp_rank], shares, backward)
         if backward:
             self._check_losses(tallies, passes)
         everything = Tally.merge(tallies)
-        everything.metrics["num_tokens"] = float(sum(count(targets, "tokens") for _, targets in batches))
+        everything.metrics["num_tokens"] = float(shares.num_tokens)
         return ForwardBackwardResult(sum(everything.losses), everything.metrics)
 
-    def _tally(self, weighted: Sequence[tuple[MicroBatch, float]], backward: bool) -> list[Tally]:
-        """Runs this rank's micro-batches with their weights; returns every data-parallel rank's tally."""
-        parts = [to_device(part, self.model.device) for part, _ in weighted]
-        tally = Tally()
+    def _tally(self, passes: Sequence[MicroBatch], shares: Shares, backward: bool) -> list[Tally]:
+        """Runs this rank's micro-batches; returns every data-parallel rank's tally.
+
+        What the loss raised on one rank is raised on all, as a ForgeError.
+        """
+        weights = [shares.weight(targets) for _, targets in passes]
+        token_weights = [shares.token_weight(targets) for _, targets in passes]
+        parts = [to_device(part, self.model.device) for part in passes]
+        tally = Tally(token_means_of(self.loss))
 
         def read(i: int, readout: Readout) -> Tensor:
             loss, metrics = loss_of(readout, self.loss, parts[i][1])
-            tally.add(float(loss.detach()), as_floats(metrics), weighted[i][1])
-            return loss * weighted[i][1]
+            tally.add(float(loss.detach()), as_floats(metrics), weights[i], token_weights[i])
+            return loss * weights[i]
 
         queries = [Query(inputs, targets.source_ids[targets.loss_mask.bool()]) for inputs, targets in parts]
+        job = self.model.job
         try:
-            self.model.run(queries, read, backward=backward)
+            failure = self.model.run(queries, read, backward=backward)
+            told = job.from_head(job.gather((tally, failure)))
+            _raise_any([failure for _, failure in told])
         except Exception:
             if backward:  # what was added before it broke is no gradient of anything
                 self.forget()
             raise
-        job = self.model.job
-        return job.from_head(job.gather(tally))
+        return [tally for tally, _ in told]
 
     def optim_step(self) -> dict[str, float]:
         """Updates the weights: grad_norm (before clipping) and lr.
@@ -134,8 +144,10 @@ class Learner:
 
     def score(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] -> log-probabilities [T - 1] float32 of each but the first, given those before it."""
-        tokens = token_ids.to(self.model.device)[None]
-        inputs = TrainInputs(tokens, torch.arange(tokens.shape[1], device=tokens.device)[None], tokens * 0)
+        given = TrainInputs(token_ids[None], torch.arange(len(token_ids))[None], token_ids[None] * 0)
+        self.model.check(given)
+        inputs = moved(given, self.model.device)
+        tokens = inputs.input_ids
         return self.model.logprobs(inputs, inputs.positions[0, :-1], tokens[0, 1:])
 
     @torch.no_grad()
@@ -215,6 +227,15 @@ class Learner:
             torch.cuda.set_rng_state(device, self.model.device)
         if isinstance(self.loss, Stateful) and facts.loss is not None:
             self.loss.load_state_dict(facts.loss)
+
+
+def _raise_any(failures: Sequence[ForgeError | None]) -> None:
+    """Raises the first of those that the data-parallel ranks had, naming the rank where there are several."""
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            if len(failures) > 1:
+                failure.args = (f"data-parallel rank {rank}: {failure}",)
+            raise failure
 
 
 def _not_finite(what: str, targets: Sequence[TrainTargets]) -> NotFinite:

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forge.data_models import TextTrainBatch, TrainInputs, TrainTargets
@@ -31,7 +33,8 @@ def plan_micro_batches(
     most = max(len(rows) for rows in sizes)
     n = min(at_least, most)
     if max_tokens is not None:
-        n = max(n, *(-(-sum(rows) // max_tokens) for rows in sizes))
+        needed = max(-(-sum(rows) // max_tokens) for rows in sizes)
+        n = min(max(n, needed), most)  # a pass has a row at least
     plans = [fill_evenly(rows, n) for rows in sizes]
     while max_tokens is not None and n < most and _exceed(sizes, plans, max_tokens):
         n += 1
@@ -40,6 +43,25 @@ def plan_micro_batches(
         [_part(*batch, torch.tensor(rows, dtype=torch.long)) for rows in plan]
         for batch, plan in zip(batches, plans, strict=True)
     ]
+
+
+def with_equal_lengths(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Every rank's batch with its targets padded to the largest T of all ranks, so that a loss that divides
+    by T is the same however the sequences are shared out."""
+    longest = max(targets.loss_mask.shape[1] for _, targets in batches)
+    return [(inputs, _padded(targets, longest)) for inputs, targets in batches]
+
+
+def _padded(targets: TrainTargets, length: int) -> TrainTargets:
+    missing = length - targets.loss_mask.shape[1]
+    if not missing:
+        return targets
+    tensors = {
+        field.name: F.pad(value, (0, missing))
+        for field in dataclasses.fields(targets)
+        if isinstance(value := getattr(targets, field.name), Tensor) and value.dim() == 2
+    }
+    return dataclasses.replace(targets, **tensors)
 
 
 def _exceed(sizes: list[list[int]], plans: list[list[list[int]]], max_tokens: int) -> bool:
@@ -89,6 +111,29 @@ def count(targets: TrainTargets, normalize_by: NormalizeBy) -> int:
     return int(unmasked.any(-1).sum() if normalize_by == "sequences" else unmasked.sum())
 
 
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What a micro-batch weighs in a batch of all ranks."""
+
+    normalize_by: NormalizeBy
+    total: int  # of what the loss averages over
+    num_tokens: int
+
+    @classmethod
+    def of(cls, batches: Sequence[TrainTargets], normalize_by: NormalizeBy) -> "Shares":
+        return cls(
+            normalize_by,
+            sum(count(targets, normalize_by) for targets in batches),
+            sum(count(targets, "tokens") for targets in batches),
+        )
+
+    def weight(self, targets: TrainTargets) -> float:
+        return count(targets, self.normalize_by) / self.total
+
+    def token_weight(self, targets: TrainTargets) -> float:
+        return count(targets, "tokens") / self.num_tokens
+
+
 def from_text(batch: TextTrainBatch) -> MicroBatch:
     """Plain text as rows of one segment each. Tokens behind a row's last target are dropped."""
     num_rows, length = batch.input_ids.shape
@@ -98,7 +143,7 @@ def from_text(batch: TextTrainBatch) -> MicroBatch:
     cells = torch.arange(num_rows)[:, None] * length + columns
     inputs = TrainInputs(
         input_ids=batch.input_ids,
-        positions=columns.expand(num_rows, length).contiguous(),
+        positions=torch.where(columns <= last, columns, 0),
         segment_ids=torch.where(columns <= last, 0, -1),
     )
     targets = TrainTargets(
@@ -115,10 +160,11 @@ def from_text(batch: TextTrainBatch) -> MicroBatch:
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The same with every tensor on `device`."""
     inputs, targets = batch
-    return _moved(inputs, device), _moved(targets, device)
+    return moved(inputs, device), moved(targets, device)
 
 
-def _moved(data: Data, device: torch.device) -> Data:
+def moved(data: Data, device: torch.device) -> Data:
+    """Inputs or targets with every tensor on `device`."""
     tensors = {
         field.name: value.to(device)
         for field in dataclasses.fields(data)

@@ -1,6 +1,7 @@
 """Passes through a model whose layers are shared out over the processes, by torch's schedules."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
+    ScheduleGPipe,
     get_schedule_class,
 )
 
@@ -34,8 +36,6 @@ class Pipeline:
     def num_streams(self, n: int) -> int:
         """The smallest number of micro-batches, n at least, that the schedule takes."""
         size = self._mesh.size()
-        if self._schedule.__name__ == "Schedule1F1B":
-            return max(n, size)
         while self._schedule.__name__ == "ScheduleInterleaved1F1B" and n % max(1, n // size):
             n += 1
         return n
@@ -75,13 +75,12 @@ class Pipeline:
             )
             for i, part in enumerate(self._parts)
         ]
-        several = issubclass(self._schedule, PipelineScheduleMulti)
-        return self._schedule(
-            stages if several else stages[0],
-            n_microbatches=len(feed.tokens),
-            loss_fn=loss,
-            scale_grads=False,
-        )
+        n = len(feed.tokens)
+        settings: dict[str, Any] = {"n_microbatches": n, "loss_fn": loss, "scale_grads": False}
+        if issubclass(self._schedule, PipelineScheduleMulti):
+            return self._schedule([*stages], **settings)
+        # 1F1B takes no fewer micro-batches than there are stages, and would hold as many as GPipe
+        return (self._schedule if n >= size else ScheduleGPipe)(stages[0], **settings)
 
     def _take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Those gathered so far: a new schedule would drop them."""

@@ -1,5 +1,6 @@
 """A model shared out over this job's processes and loaded, and passes through it."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from forge.actors import _titan as titan
+from forge.actors.trainer.agreement import as_forge_error
 from forge.actors.trainer.checkpoint_files import whole
 from forge.actors.trainer.feed import Feed, Query, feed_of
 from forge.actors.trainer.job import Job
@@ -21,6 +23,8 @@ from forge.actors.trainer.readout import Readout
 from forge.actors.trainer.source import ModelSource
 from forge.data_models import TrainInputs
 from forge.errors import ForgeError
+
+logger = logging.getLogger(__name__)
 
 Read = Callable[[int, Readout], Tensor]
 """What is wanted of the model's answer to a query, of which the number is given."""
@@ -49,6 +53,7 @@ class ShardedModel:
         parallelism.check_model(source.config)
         self.source = source
         self.seq_len = training.seq_len
+        self.vocab_size: int = source.config.vocab_size
         self.dtype = titan.TORCH_DTYPE_MAP[training.dtype]
         spec = model_spec(source.config, training.seq_len)
         self.job = Job(parallelism, world_size=world_size, seed=seed, cpu_offload=training.cpu_offload)
@@ -98,64 +103,85 @@ class ShardedModel:
         for stage, parts in enumerate(shapes):
             for name, shape in parts.items():
                 if name in own:
-                    tensor = whole(own[name].to(dtype)).to(self.device)  # offloaded ones are elsewhere
+                    tensor = whole(own[name].to(dtype))
                 else:
                     tensor = torch.empty(shape, dtype=dtype, device=self.device)
                 if mesh is not None:
+                    tensor = tensor.to(self.device)  # offloaded ones are elsewhere
                     dist.broadcast(tensor, group=mesh.get_group(), group_src=stage)
                 yield name, tensor
 
-    def check(self, inputs: TrainInputs) -> None:
-        """Raises ForgeError for text that is longer than the model was built for."""
-        longest = int(inputs.positions.max()) + 1
+    def check(self, inputs: TrainInputs, target_ids: Tensor | None = None) -> None:
+        """Raises ForgeError for text that is longer than the model was built for, or not of its vocabulary.
+
+        target_ids: those that count. To be called before anything is moved to a device, which would wait.
+        """
+        filled = inputs.segment_ids >= 0
+        longest = int(inputs.positions[filled].max()) + 1 if filled.any() else 0
         if longest > self.seq_len:
             raise ForgeError(
                 f"a prompt with its completion has {longest} tokens, training.seq_len is {self.seq_len}: "
                 "raise it, or ask for shorter completions"
             )
+        for ids in (inputs.input_ids[filled], target_ids):
+            strange = None if ids is None else ids[(ids < 0) | (ids >= self.vocab_size)]
+            if strange is not None and len(strange):
+                raise ForgeError(
+                    f"token ids must lie in [0, {self.vocab_size}), the model's vocabulary, got "
+                    f"{int(strange[0])}: tokenize with the tokenizer of this model"
+                )
 
-    def run(self, queries: Sequence[Query], read: Read, *, backward: bool) -> None:
+    def run(self, queries: Sequence[Query], read: Read, *, backward: bool) -> ForgeError | None:
         """One pass for each query, whose tensors are on `device`; every process must have as many.
 
         read: called on the processes with the head only (see Job.has_head), for each query once, in order.
         backward: adds the gradients of the scalars that it returns to those of the weights.
-        """
-        with self.job.running(), torch.set_grad_enabled(backward):
-            if self._pipeline is not None:
-                self._run_pipeline(self._pipeline, queries, read, backward=backward)
-            else:
-                for i, query in enumerate(queries):
-                    feed = self._feed([query])
-                    hidden = self._compute(self.parts[0], feed.tokens, **feed.masks)
-                    value = self._read(feed, lambda _, readout, i=i: read(i, readout), 0, hidden)
-                    if backward:
-                        value.backward()
-        if not backward:  # FSDP leaves gathered what it expects a backward pass of
-            for module in self._modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
 
-    def _run_pipeline(
-        self, pipeline: Pipeline, queries: Sequence[Query], read: Read, *, backward: bool
-    ) -> None:
-        """What `read` raises is raised on every process, once the schedule has come to its end."""
-        failures: list[Exception] = []
+        Returns what `read` raised, after which it is called no more: other processes, which need this one's
+        passes for theirs, are to be told before it is raised. Gradients are worth nothing then.
+        """
+        failures: list[ForgeError] = []
 
         def carefully(i: int, readout: Readout) -> Tensor:
-            try:
-                return read(i, readout)
-            except Exception as error:  # raised below
-                failures.append(error)
-                return readout.nothing()
+            if not failures:
+                try:
+                    return read(i, readout)
+                except Exception as error:  # returned below
+                    failures.append(as_forge_error(error, "a pass"))
+            return readout.nothing()
 
-        feed = self._feed(queries, pipeline.num_streams(len(queries)))
-        pipeline.run(feed, partial(self._read, feed, carefully), backward=backward)
-        told = self.job.from_head(self.job.gather(repr(failures[0]) if failures else None))
-        for failure in told:
-            if failures:
-                raise failures[0]
-            if failure is not None:
-                raise ForgeError(f"the last stage of the pipeline failed: {failure}")
+        is_settled = False
+        try:
+            with self.job.running(), torch.set_grad_enabled(backward):
+                self._run_all(queries, carefully, backward=backward)
+            is_settled = backward
+        finally:
+            if not is_settled:
+                self._settle()
+        if not failures:
+            return None
+        if failures[0].__cause__ is not None:  # others see no more of it than its message
+            logger.error("%s", failures[0], exc_info=failures[0].__cause__)
+        return failures[0]
+
+    def _run_all(self, queries: Sequence[Query], read: Read, *, backward: bool) -> None:
+        if self._pipeline is not None:
+            feed = self._feed(queries, self._pipeline.num_streams(len(queries)))
+            self._pipeline.run(feed, partial(self._read, feed, read), backward=backward)
+            return
+        for i, query in enumerate(queries):
+            feed = self._feed([query])
+            hidden = self._compute(self.parts[0], feed.tokens, **feed.masks)
+            value = self._read(feed, lambda _, readout, i=i: read(i, readout), 0, hidden)
+            if backward:
+                value.backward()
+
+    def _settle(self) -> None:
+        """Drops what FSDP keeps gathered for a backward pass, the head's weights too: `reshard` would leave
+        these, as the head is called outside of the model, and the next pass would find them stale."""
+        for part in self.parts:
+            if isinstance(part, FSDPModule):
+                part.reset_iter_state()
 
     def _feed(self, queries: Sequence[Query], num_streams: int = 0) -> Feed:
         mesh = self.job.cp_mesh
@@ -180,7 +206,7 @@ class ShardedModel:
     def logits(self, inputs: TrainInputs, source_ids: Tensor) -> Tensor:
         """Logits [M, V], on the CPU, of the tokens that follow the cells `source_ids` [M] (row * L + column).
 
-        What is given must be on `device`. Every process of the job must call it equally often.
+        What is given must be on `device`, and have passed `check`. Every process must call it equally often.
         """
         return self._ask(inputs, source_ids, lambda readout: readout.logits())
 
@@ -192,15 +218,17 @@ class ShardedModel:
         return self._ask(inputs, source_ids, lambda readout: readout.logprobs(target_ids, temperature)[0])
 
     def _ask(self, inputs: TrainInputs, source_ids: Tensor, question: Callable[[Readout], Tensor]) -> Tensor:
-        self.check(inputs)
         answers: list[Tensor] = []
 
         def read(_: int, readout: Readout) -> Tensor:
             answers.append(question(readout).cpu())
             return answers[0]
 
-        self.run([Query(inputs, source_ids)], read, backward=False)
-        return self.job.from_head(answers)[0]
+        failure = self.run([Query(inputs, source_ids)], read, backward=False)
+        answers, failure = self.job.from_head((answers, failure))
+        if failure is not None:
+            raise failure
+        return answers[0]
 
     def close(self) -> None:
         """Leaves the job's other processes."""

@@ -11,15 +11,18 @@ class Tally:
     Metrics named `*_max` and `*_min` keep the largest and the smallest value instead.
     """
 
+    token_means: frozenset[str] = frozenset()  # metrics that are means over tokens, whatever the loss is
     losses: list[float] = field(default_factory=list)  # one a micro-batch, weighted
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def add(self, loss: float, metrics: dict[str, float], weight: float) -> None:
-        """One more micro-batch. A weight of 0 says that it had no targets."""
+    def add(self, loss: float, metrics: dict[str, float], weight: float, token_weight: float) -> None:
+        """One more micro-batch: its share of what the loss averages over, and of the tokens. Shares of 0 say
+        that it had no targets."""
         self.losses.append(loss * weight)
         for name, value in metrics.items():
             kept = name.endswith(("_max", "_min"))
-            self._put(name, value if kept else weight * value)
+            share = token_weight if name in self.token_means else weight
+            self._put(name, value if kept else share * value)
 
     @classmethod
     def merge(cls, tallies: Iterable["Tally"]) -> "Tally":

@@ -1,7 +1,7 @@
 """GRPO: a clipped policy gradient over groups, with a KL term towards a reference (arXiv 2402.03300)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,11 @@ class GRPOLoss:
     averaged (see `ops.aggregate`), `horizon` is the divisor of "fixed_horizon" in tokens, best the longest
     completion allowed, so that it does not depend on the batch.
     """
+
+    # What the trainer weighs by tokens, even where the loss is a mean over sequences.
+    token_means: ClassVar[frozenset[str]] = frozenset(
+        ("kl", "entropy", "ratio_mean", "clip_frac", "logprob_gap")
+    )
 
     clip_low: float = 0.2
     clip_high: float = 0.28
