@@ -7,11 +7,10 @@ then renamed, never permuted or cut, under any sharding.
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -35,6 +34,9 @@ from forge.actors.trainer.attention import TreeAttention
 from forge.actors.trainer.head import TokenHead
 from forge.actors.trainer.hf_config import check_hf_config
 
+LOADED: dict[str, Any] = {"weight": skip_param_init, "bias": skip_param_init}
+"""How weights are initialized: not at all. ModelSource.load fills them, random ones too."""
+
 
 def model_spec(config: PretrainedConfig, seq_len: int) -> ModelSpec:
     """The torchtitan model of a Hugging Face config, for positions below `seq_len`.
@@ -42,20 +44,16 @@ def model_spec(config: PretrainedConfig, seq_len: int) -> ModelSpec:
     Raises ConfigError naming the field where torchtitan's block can't compute what the config asks for.
     """
     check_hf_config(config, seq_len)
-    tied = bool(config.tie_word_embeddings)
-    weight = partial(nn.init.normal_, std=config.initializer_range)
     model = Qwen3Model.Config(
         dim=config.hidden_size,
         vocab_size=config.vocab_size,
-        enable_weight_tying=tied,
+        enable_weight_tying=bool(config.tie_word_embeddings),
         tok_embeddings=Embedding.Config(
-            num_embeddings=config.vocab_size,
-            embedding_dim=config.hidden_size,
-            param_init={"weight": skip_param_init if tied else weight},
+            num_embeddings=config.vocab_size, embedding_dim=config.hidden_size, param_init=LOADED
         ),
         norm=_norm(config, config.hidden_size),
         lm_head=TokenHead.Config(
-            in_features=config.hidden_size, out_features=config.vocab_size, param_init=_linear_init(config)
+            in_features=config.hidden_size, out_features=config.vocab_size, param_init=LOADED
         ),
         layers=[_layer(config, seq_len) for _ in range(config.num_hidden_layers)],
     )
@@ -75,7 +73,6 @@ def _layer(config: PretrainedConfig, seq_len: int) -> Qwen3TransformerBlock.Conf
     num_kv_heads = config.num_key_value_heads or num_heads
     head_dim = getattr(config, "head_dim", None) or dim // num_heads
     bias = config.model_type == "qwen2"
-    init = _linear_init(config)
     return Qwen3TransformerBlock.Config(
         attention_norm=_norm(config, dim),
         ffn_norm=_norm(config, dim),
@@ -86,10 +83,10 @@ def _layer(config: PretrainedConfig, seq_len: int) -> Qwen3TransformerBlock.Conf
             head_dim=head_dim,
             qkv_linear=QKVLinear.Config(
                 head_dim=head_dim,
-                wq=_linear(config, dim, num_heads * head_dim, bias),
-                wkv=_linear(config, dim, num_kv_heads * head_dim, bias),
+                wq=_linear(dim, num_heads * head_dim, bias),
+                wkv=_linear(dim, num_kv_heads * head_dim, bias),
             ),
-            wo=_linear(config, num_heads * head_dim, dim),
+            wo=_linear(num_heads * head_dim, dim),
             qk_norm=_norm(config, head_dim) if config.model_type == "qwen3" else None,
             inner_attention=TreeAttention.Config(),
             rope=HFRoPE.Config(
@@ -100,23 +97,17 @@ def _layer(config: PretrainedConfig, seq_len: int) -> Qwen3TransformerBlock.Conf
             ),
         ),
         feed_forward=make_ffn_config(
-            dim=dim, hidden_dim=config.intermediate_size, w1_param_init=init, w2w3_param_init=init
+            dim=dim, hidden_dim=config.intermediate_size, w1_param_init=LOADED, w2w3_param_init=LOADED
         ),
     )
 
 
-def _linear_init(config: PretrainedConfig) -> dict[str, Any]:
-    return {"weight": partial(nn.init.normal_, std=config.initializer_range), "bias": nn.init.zeros_}
-
-
-def _linear(config: PretrainedConfig, fan_in: int, fan_out: int, bias: bool = False) -> Linear.Config:
-    return Linear.Config(in_features=fan_in, out_features=fan_out, bias=bias, param_init=_linear_init(config))
+def _linear(fan_in: int, fan_out: int, bias: bool = False) -> Linear.Config:
+    return Linear.Config(in_features=fan_in, out_features=fan_out, bias=bias, param_init=LOADED)
 
 
 def _norm(config: PretrainedConfig, size: int) -> RMSNorm.Config:
-    return RMSNorm.Config(
-        normalized_shape=size, eps=config.rms_norm_eps, param_init={"weight": nn.init.ones_}
-    )
+    return RMSNorm.Config(normalized_shape=size, eps=config.rms_norm_eps, param_init=LOADED)
 
 
 class HFRoPE(CosSinRoPE):

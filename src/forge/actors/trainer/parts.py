@@ -101,8 +101,7 @@ def _make_ready(part: nn.Module, job: Job, *, offload: bool) -> None:
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
     part.to_empty(device="cpu" if offload else job.device)
-    with torch.no_grad():
-        # the weights are loaded over
+    with torch.no_grad():  # buffers only, and ties: weights are loaded later
         part.init_weights(buffer_device=job.device if offload else None)  # pyright: ignore[reportCallIssue]
     part._skip_lm_head = True  # pyright: ignore[reportArgumentType]
     part.register_forward_pre_hook(partial(_lay_out, job), with_kwargs=True)
