@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from forge.actors.trainer.pushes import to_push_again
 from forge.actors.trainer.recovery import Recovery
 from forge.actors.trainer.snapshot import Snapshots
 from forge.actors.trainer.steps import Steps
-from forge.actors.trainer.work import Answer
-from forge.data_models import ForwardBackwardResult
+from forge.actors.trainer.work import Answer, Standing
+from forge.data_models import ForwardBackwardResult, Progress
 from forge.errors import ActorFailure, ForgeError, NotFinite
 from forge.weights.keys import PartKey, stored_versions
 
@@ -68,7 +69,33 @@ class Counter:
         self.num_steps = facts.num_steps
 
 
-def started(folder: Path, every: int = 2, error: Exception | None = None) -> tuple[Counter, Recovery]:
+class Saves:
+    """Checkpoints of which only the number of steps and the caller's state are kept."""
+
+    def __init__(self, saved: list[tuple[int, dict[str, Any]]], learner: Counter) -> None:
+        self._saved, self._learner = saved, learner
+
+    def base(self, note: Path | None) -> int:
+        return 0
+
+    def is_due(self, step: int) -> bool:
+        return False
+
+    def save(self, standing: Standing, also_kept: Sequence[int]) -> None:
+        self._saved.append((self._learner.num_steps, standing.state))
+
+    def wait(self) -> None:
+        pass
+
+    close = wait
+
+
+def started(
+    folder: Path,
+    every: int = 2,
+    error: Exception | None = None,
+    saved: list[tuple[int, dict[str, Any]]] | None = None,
+) -> tuple[Counter, Recovery]:
     """A process that has caught up; one that was there before is taken to be dead."""
     learner = Counter()
     steps = Steps(learner, max_skipped=2, folder=folder / "bad")  # type: ignore[arg-type]
@@ -79,6 +106,7 @@ def started(folder: Path, every: int = 2, error: Exception | None = None) -> tup
         world_size=1,
         snapshot_every=every,
         steps=steps,
+        checkpoints=None if saved is None else Saves(saved, learner),  # type: ignore[arg-type]
     )
     learner.error = error
     for work in recovery.restore():
@@ -172,6 +200,24 @@ def test_one_pass_that_is_not_finite_spoils_the_step_and_no_other(tmp_path: Path
     learner, recovery = started(tmp_path)
     train(recovery, 4.0)
     assert (learner.weight[0], learner.num_steps) == (4, 1)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_checkpoint_is_saved_once_for_its_caller_and_of_the_state_it_was_asked_for(
+    tmp_path: Path, every: int
+) -> None:
+    saved: list[tuple[int, dict[str, Any]]] = []
+    _, recovery = started(tmp_path, every, saved=saved)
+    train(recovery, 1.0)
+    recovery.do("save", "save_checkpoint", state={"position": 1})
+    recovery.do("step", "train_step", [2.0], state={"position": 2})  # type: ignore[list-item]
+    recovery.close()
+    _, recovery = started(tmp_path, every, saved=saved)
+    again = [] if every else [(1, {"position": 1})]  # no snapshot: its checkpoint may have been under way
+    assert saved == [(1, {"position": 1}), *again]
+    recovery.do("save", "save_checkpoint", state={"position": 1})  # asked again by who got no answer
+    assert saved == [(1, {"position": 1}), *again]
+    assert recovery.progress() == Progress(2, {"position": 2})
 
 
 def test_work_that_failed_unforeseen_may_fail_again_or_be_done(tmp_path: Path) -> None:

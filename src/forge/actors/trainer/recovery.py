@@ -62,7 +62,7 @@ class Recovery:
         self._journal: Journal | None = None  # of rank 0, once restored
         self._number = 0  # of the last work
         self._first = 0  # the journal holds the work after this
-        self._answers: dict[str, Answer | ForgeError] = {}  # by call
+        self._answers: dict[str, Answer | ForgeError | None] = {}  # by call
         self._failed: set[int] = set()
         self._push_mark = None if folder is None else folder / "pushed"
         self.restored = False
@@ -167,7 +167,7 @@ class Recovery:
             if isinstance(error, ForgeError):
                 self._keep(work.call, error)
             raise
-        if answer is not None:
+        if work.method != "push_weights":  # whether that was done is known by what is pushed
             self._keep(work.call, answer)
         if self._learner.num_steps > num_steps:
             self._save_if_due()
@@ -196,7 +196,7 @@ class Recovery:
             self._snapshots.wait()  # it reads the weights
         return self._steps.optim_step()
 
-    def _keep(self, call: str | None, answer: Answer | ForgeError) -> None:
+    def _keep(self, call: str | None, answer: Answer | ForgeError | None) -> None:
         if call is not None:
             self._answers[call] = answer
             while len(self._answers) > _KEPT_ANSWERS:
