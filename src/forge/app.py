@@ -141,8 +141,8 @@ class Run:
         if self.resumed:
             self._write_config(self._config)
             self._rewind(done or -1)  # not even step 0 before the first checkpoint
-            how = f"after step {done}" if done else "from the beginning, as it has no checkpoint"
-            print(f"goes on from {self.folder} {how}", flush=True)
+            how = f"goes on from {self.folder} after step {done}"
+            print(how if done else f"{self.folder} has no checkpoint: from the beginning", flush=True)
         chaos = self._config.chaos
         if chaos.targets:
             services = Runtime.current().services
@@ -174,11 +174,11 @@ class Run:
         self._tracker.close()
         if self._chaos is not None:
             print(self._chaos.summary(), flush=True)
-        self._lock.close()
         rows = read_metrics(self.folder / METRICS) if self._has_started else []
         if rows:
             draw_report(rows, self.folder / "report.png", view=self._view)
             print(f"{summarize(rows, self._view)}; files: {self.folder}/", flush=True)
+        self._lock.close()
 
 
 def run_app(

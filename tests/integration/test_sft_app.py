@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forge.runs import has_checkpoint
+
 ROOT = Path(__file__).parents[2]
 STEPS = 12
 
@@ -59,11 +61,13 @@ def test_a_run_learns_and_one_that_was_stopped_goes_on_exactly(tiny_llama: Path,
     assert rows[-1]["data/epoch"] > 1 and rows[-1]["loss/total"] < 0.5 * rows[1]["loss/total"]
     assert "validation loss " in done.stdout and (folder / "report.png").exists()
     check_samples(folder)
+    assert has_checkpoint(folder, STEPS)
 
     arguments = command(tiny_llama, data, tmp_path / "stopped", "services.generator=null")
-    stop_after(7, arguments, tmp_path / "log")
+    stop_after(5, arguments, tmp_path / "log")  # before, within or after the validation of step 6
     resumed = run(*arguments, "resume=last")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "goes on from " in resumed.stdout and "54 conversations to train on, 10 to" in resumed.stdout
     other, again = read(tmp_path / "stopped")
     losses = [
         [(r["step"], r.get("loss/total"), r.get("validation/loss")) for r in all] for all in (rows, again)
