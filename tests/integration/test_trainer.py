@@ -259,15 +259,24 @@ def test_a_gradient_that_is_not_finite_is_reported(tiny_llama: Path) -> None:
         asyncio.run(main())
 
 
-def test_a_sequence_longer_than_seq_len_is_an_error(tiny_llama: Path) -> None:
+def test_text_that_the_model_can_not_read_is_an_error(tiny_llama: Path) -> None:
     inputs, targets = batch_of(completion_groups(lengths=((70,),)))
 
     async def main() -> None:
         trainer = await start_trainer(tiny_llama, WeightedLogprobs())
-        await trainer.train_step([inputs], [targets])
+        with pytest.raises(ForgeError, match="has 74 tokens, training.seq_len is 64"):
+            await trainer.train_step([inputs], [targets])
+        short, told = batch_of(completion_groups())
+        for batch in (
+            (dataclasses.replace(short, input_ids=short.input_ids + 512), told),
+            (short, dataclasses.replace(told, target_ids=told.target_ids + 512)),
+        ):
+            with pytest.raises(ForgeError, match=r"must lie in \[0, 512\), .* got [0-9]+: tokenize"):
+                await trainer.train_step([batch[0]], [batch[1]])
+        with pytest.raises(ForgeError, match=r"must lie in \[0, 512\), .* got -1: tokenize"):
+            await trainer.score([5, -1])
 
-    with pytest.raises(ForgeError, match="has 74 tokens, training.seq_len is 64"):
-        asyncio.run(main())
+    asyncio.run(main())
 
 
 def test_one_batch_for_each_rank_is_asked_for(tiny_llama: Path) -> None:

@@ -207,7 +207,7 @@ def test_several_processes_learn_what_plain_torch_does(
     scores = logprobs.gather(-1, torch.tensor(PROBE[1:])[:, None])[:, 0]
     assert seen["scores"] == pytest.approx(scores.tolist(), abs=1e-4)
     for rank in outcome.ranks:  # all tell the same
-        assert {**rank, "pieces": None} == {**seen, "pieces": None}
+        assert {**rank, "pieces": 0, "agreed": 0} == {**seen, "pieces": 0, "agreed": 0}
     every_value_is_published_once(outcome)
 
 
@@ -228,7 +228,7 @@ def test_the_reference_agrees_and_a_broken_episode_is_named(
     with torch.no_grad():
         want = torch.cat([plain_logprobs(model, c) for group in all_groups() for c in group])
     assert seen["reference"] == pytest.approx(want.tolist(), abs=1e-4)
-    assert seen["error"].startswith("the loss of episode episode-")
+    assert seen["error"].startswith("NotFinite: the loss of episode episode-")
 
 
 @pytest.mark.parametrize("plan", BFLOAT16, ids=str)
@@ -245,7 +245,9 @@ def test_bfloat16_stays_close(
 def test_what_goes_wrong_on_one_process_is_told_on_every_process(
     outcome_of: Callable[[Plan], Outcome], plan: Plan
 ) -> None:
-    for rank in outcome_of(plan).ranks:
+    division = "ZeroDivisionError: integer division or modulo by zero"
+    for number, rank in enumerate(outcome_of(plan).ranks):
+        assert rank["agreed"] == (f"ForgeError: rank 0: {division}" if number else division)
         where = f"data-parallel rank {rank['num_dp'] - 1}: " if rank["num_dp"] > 1 else ""
-        assert rank["raised"] == f"{where}the loss: ZeroDivisionError: the loss has no idea"
+        assert rank["raised"] == f"ForgeError: {where}the loss: ZeroDivisionError: the loss has no idea"
         assert "has 67 tokens, training.seq_len is 64" in rank["refused"]

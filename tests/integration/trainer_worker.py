@@ -21,6 +21,7 @@ from torch import Tensor
 
 from forge.actors.reference_model import ReferenceModel
 from forge.actors.trainer import TitanTrainer
+from forge.actors.trainer.agreement import from_rank_0
 from forge.data_models import Completion, TextTrainBatch, TrainInputs, TrainTargets
 from forge.errors import ForgeError
 from forge.weights.manifest import plan_pieces
@@ -154,15 +155,16 @@ async def _more(trainer: TitanTrainer, shared: dict[str, Any]) -> dict[str, Any]
     targets[-1].advantages[-1] = torch.nan
     trainer.learner.loss = trainer.loss
     error = await _message(trainer.forward_backward(inputs, targets))
+    agreed = await _message(asyncio.to_thread(from_rank_0, lambda: 1 // 0, trainer.rank))
     seen = {"reference": torch.cat(logprobs).tolist(), "refused": refused, "error": error}
-    return {**seen, "raised": raised, "num_dp": job.dp_size}
+    return {**seen, "raised": raised, "num_dp": job.dp_size, "agreed": agreed}
 
 
 async def _message(call: Awaitable[Any]) -> str:
     try:
         await call
-    except ForgeError as error:
-        return str(error)
+    except (ForgeError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

@@ -72,8 +72,8 @@ class ReferenceModel(ForgeActor):
     async def forward(self, input_ids: Tensor, max_req_tokens: int, return_logprobs: bool = True) -> Tensor:
         """input_ids [B, L], rows that start with a prompt padded or cut to `max_req_tokens` tokens.
 
-        Every cell is read as text, padding too: left-padded prompts get other numbers than alone, which
-        `logprobs` does not know. Raises ForgeError for rows longer than `training.seq_len`.
+        Every cell is read as text, the padding of a prompt too, which changes what is thought of the tokens
+        behind it; `logprobs` needs no padding. Raises ForgeError for rows longer than `training.seq_len`.
 
         Returns log-probabilities [B, L - max_req_tokens] of the tokens behind it, float32 in nats, or with
         return_logprobs=False the logits [B, L - max_req_tokens, V] that predict them, float32.

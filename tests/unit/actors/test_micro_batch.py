@@ -15,7 +15,8 @@ from forge.actors.trainer.micro_batch import (
     count,
     from_text,
     name_episodes,
-    plan_micro_batches,
+    part_of,
+    plan_passes,
     with_equal_lengths,
 )
 from forge.actors.trainer.tally import Tally
@@ -48,6 +49,13 @@ def _batch(rows: Sequence[int] = range(len(LENGTHS))) -> tuple[TrainInputs, Trai
     )
 
 
+def _planned(
+    batches: Sequence[MicroBatch], at_least: int = 1, max_tokens: int | None = None
+) -> list[list[MicroBatch]]:
+    plans = plan_passes(batches, at_least, max_tokens)
+    return [[part_of(batch, rows) for rows in plan] for batch, plan in zip(batches, plans, strict=True)]
+
+
 def _predicting_tokens(inputs: TrainInputs, targets: TrainTargets) -> list[list[int]]:
     """For each sequence the tokens that its targets follow."""
     flat = inputs.input_ids.flatten()
@@ -64,7 +72,7 @@ def _rows_of(part: tuple[TrainInputs, TrainTargets]) -> list[int]:
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_passes_together_are_the_batch(n: int) -> None:
     inputs, targets = _batch()
-    [parts] = plan_micro_batches([(inputs, targets)], n)
+    [parts] = _planned([(inputs, targets)], n)
     assert len(parts) == n
     assert sorted(row for part in parts for row in _rows_of(part)) == [0, 1, 2, 3]
     for part in parts:
@@ -76,14 +84,14 @@ def test_passes_together_are_the_batch(n: int) -> None:
 
 
 def test_a_pass_loses_the_padding_that_other_rows_needed() -> None:
-    [parts] = plan_micro_batches([_batch()], 4)
+    [parts] = _planned([_batch()], 4)
     assert [i.input_ids.shape[1] for i, _ in parts] == [13, 9, 8, 8]  # longest first
     assert all(int((i.segment_ids >= 0).sum()) == i.input_ids.numel() for i, _ in parts)
 
 
 def test_a_rank_with_fewer_rows_gets_empty_passes() -> None:
-    [short] = plan_micro_batches([_batch()], 4)
-    plans = plan_micro_batches([_batch(), short[0]], at_least=3)
+    [short] = _planned([_batch()], 4)
+    plans = _planned([_batch(), short[0]], at_least=3)
     assert [len(plan) for plan in plans] == [3, 3]
     assert [len(inputs.input_ids) for inputs, _ in plans[1]] == [1, 0, 0]
     inputs, targets = plans[1][2]
@@ -97,7 +105,7 @@ def test_plans_keep_to_the_budget_with_as_few_passes_as_may_be() -> None:
     for _ in range(60):
         ranks = [[rng.randint(1, 40) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 3))]
         budget, at_least = rng.choice([5, 30, 60, None]), rng.randint(1, 4)
-        plans = plan_micro_batches([from_text(_text(rows)) for rows in ranks], at_least, budget)
+        plans = _planned([from_text(_text(rows)) for rows in ranks], at_least, budget)
         [n] = {len(plan) for plan in plans}
         assert n >= min(at_least, max(map(len, ranks)))
         for rows, plan in zip(ranks, plans, strict=True):
@@ -111,7 +119,7 @@ def test_plans_keep_to_the_budget_with_as_few_passes_as_may_be() -> None:
 
 
 def test_rows_longer_than_the_budget_make_no_empty_passes() -> None:
-    [plan] = plan_micro_batches([from_text(_text([2000, 2000]))], max_tokens=400)
+    [plan] = _planned([from_text(_text([2000, 2000]))], max_tokens=400)
     assert [len(inputs.input_ids) for inputs, _ in plan] == [1, 1]
 
 
@@ -126,7 +134,7 @@ def test_neither_ranks_nor_passes_change_the_loss_or_its_metrics(
     def computed(batches: list[MicroBatch]) -> tuple[float, dict[str, float]]:
         shares = Shares.of([targets for _, targets in batches], normalizer_of(loss))
         tally = Tally(token_means_of(loss))
-        for passes in plan_micro_batches(with_equal_lengths(batches), at_least):
+        for passes in _planned(with_equal_lengths(batches), at_least):
             for _, t in passes:
                 logprobs = -t.target_ids / 50.0  # of the policy, so to speak
                 value, metrics = loss.from_logprobs(

@@ -20,7 +20,8 @@ from forge.actors.trainer.micro_batch import (
     Shares,
     moved,
     name_episodes,
-    plan_micro_batches,
+    part_of,
+    plan_passes,
     suspects_among,
     to_device,
     with_equal_lengths,
@@ -91,10 +92,11 @@ class Learner:
             raise ForgeError("a batch without a single unmasked target can't be trained on")
         for inputs, targets in batches:
             self.model.check(inputs, targets.target_ids[targets.loss_mask.bool()])
-        passes = plan_micro_batches(with_equal_lengths(batches), self.num_micro_batches, self._max_tokens)
-        tallies = self._tally(passes[self.model.job.dp_rank], shares, backward)
+        plans, rank = plan_passes(batches, self.num_micro_batches, self._max_tokens), self.model.job.dp_rank
+        own = with_equal_lengths(batches)[rank]
+        tallies = self._tally([part_of(own, rows) for rows in plans[rank]], shares, backward)
         if backward:
-            self._check_losses(tallies, passes)
+            self._check_losses(tallies, batches, plans)
         everything = Tally.merge(tallies)
         everything.metrics["num_tokens"] = float(shares.num_tokens)
         return ForwardBackwardResult(sum(everything.losses), everything.metrics)
@@ -181,10 +183,12 @@ class Learner:
             for _ in tensors:  # the other ranks go through all of them
                 pass
 
-    def _check_losses(self, tallies: Sequence[Tally], passes: Sequence[Sequence[MicroBatch]]) -> None:
+    def _check_losses(
+        self, tallies: Sequence[Tally], batches: Sequence[MicroBatch], plans: Sequence[list[list[int]]]
+    ) -> None:
         bad = [
-            of_rank[i][1]
-            for of_rank, tally in zip(passes, tallies, strict=True)
+            part_of(batch, plan[i])[1]
+            for batch, plan, tally in zip(batches, plans, tallies, strict=True)
             for i, loss in enumerate(tally.losses)
             if not math.isfinite(loss)
         ]

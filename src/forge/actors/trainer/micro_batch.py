@@ -17,32 +17,26 @@ Data = TypeVar("Data", TrainInputs, TrainTargets)
 NormalizeBy = Literal["sequences", "tokens"]
 
 
-def plan_micro_batches(
+def plan_passes(
     batches: Sequence[MicroBatch], at_least: int = 1, max_tokens: int | None = None
-) -> list[list[MicroBatch]]:
-    """Every rank's batch -> every rank's passes, the same number on all, as sharded passes need.
+) -> list[list[list[int]]]:
+    """Every rank's batch -> the rows of each of its passes; all have as many, as sharded passes need.
 
     A pass has `max_tokens` tokens at most, or a single row; there are no fewer than `at_least` passes where a
     rank has that many rows, and otherwise as few as possible. Their tokens are about equal, the longest pass
-    is the first. Every completion goes with its row; a rank with fewer rows than passes gets empty ones,
-    which it must run like the others. The T of the targets stays, since losses may divide by it.
+    is the first. A rank with fewer rows than passes gets empty ones, which it must run like the others.
     """
     sizes = [(inputs.segment_ids >= 0).sum(1).tolist() for inputs, _ in batches]
-    if all(len(rows) <= 1 for rows in sizes) or (at_least == 1 and max_tokens is None):
-        return [[batch] for batch in batches]
     most = max(len(rows) for rows in sizes)
-    n = min(at_least, most)
+    n = max(1, min(at_least, most))
     if max_tokens is not None:
         needed = max(-(-sum(rows) // max_tokens) for rows in sizes)
-        n = min(max(n, needed), most)  # a pass has a row at least
+        n = max(n, min(needed, most))  # a pass has a row at least
     plans = [fill_evenly(rows, n) for rows in sizes]
     while max_tokens is not None and n < most and _exceed(sizes, plans, max_tokens):
         n += 1
         plans = [fill_evenly(rows, n) for rows in sizes]
-    return [
-        [_part(*batch, torch.tensor(rows, dtype=torch.long)) for rows in plan]
-        for batch, plan in zip(batches, plans, strict=True)
-    ]
+    return plans
 
 
 def with_equal_lengths(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -72,9 +66,14 @@ def _exceed(sizes: list[list[int]], plans: list[list[list[int]]], max_tokens: in
     )
 
 
-def _part(inputs: TrainInputs, targets: TrainTargets, rows: Tensor) -> MicroBatch:
-    """Some rows, without the padding that only others needed, and their completions."""
+def part_of(batch: MicroBatch, row_numbers: Sequence[int]) -> MicroBatch:
+    """Some rows, without the padding that only others needed, and their completions. The T of the targets
+    stays, since losses may divide by it."""
+    inputs, targets = batch
     num_rows, old_length = inputs.input_ids.shape
+    if len(row_numbers) == num_rows:
+        return batch
+    rows = torch.tensor(row_numbers, dtype=torch.long)
     filled = (inputs.segment_ids[rows] >= 0).any(0).nonzero()
     length = int(filled.max()) + 1 if len(filled) else 1
     number = torch.full((num_rows,), -1).scatter_(0, rows, torch.arange(len(rows)))

@@ -33,8 +33,8 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The work of this number raised something unforeseen, and may do so again: an error in the loss, or
-    another rank was gone."""
+    """The work of this number raised something unforeseen, and may do so again: memory ran out, or another
+    rank was gone. What a loss raises is a ForgeError, an answer like any other."""
 
     number: int
 
