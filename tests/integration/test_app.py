@@ -1,11 +1,13 @@
 """The GRPO app as a user runs it: a command line, an exit code, files. Every part real, the model tiny."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -108,21 +110,30 @@ def test_ctrl_c_and_sigterm_end_a_run_within_10_s_and_leave_nothing(
 ) -> None:
     out = tmp_path / "out"
     log = (tmp_path / "log").open("w")
-    arguments = command(tiny_llama, out, "steps=100000")
-    process = subprocess.Popen(arguments, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
-    deadline = time.monotonic() + 200
-    while not any(metrics.stat().st_size for metrics in out.glob("*/metrics.jsonl")):
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
-        time.sleep(0.2)
-    children = descendants(process.pid)
-    assert len(children) >= 7
-    started = time.monotonic()
-    os.killpg(process.pid, how)  # as a terminal does it: the whole group
-    code = process.wait(timeout=60)
-    seconds = time.monotonic() - started
-    left = [pid for pid in children if is_running(pid)]
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
+    process = subprocess.Popen(
+        command(tiny_llama, out, "steps=100000"),
+        cwd=ROOT,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background
+    )
+    try:
+        deadline = time.monotonic() + 200
+        while not any(metrics.stat().st_size for metrics in out.glob("*/metrics.jsonl")):
+            told = (tmp_path / "log").read_text()[-3000:]
+            assert process.poll() is None and time.monotonic() < deadline, told
+            time.sleep(0.2)
+        children = descendants(process.pid)
+        assert len(children) >= 7
+        started = time.monotonic()
+        os.killpg(process.pid, how)  # as a terminal does it: the whole group
+        code = process.wait(timeout=60)
+        seconds = time.monotonic() - started
+        left = [pid for pid in children if is_running(pid)]
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # none is left
+            os.killpg(process.pid, signal.SIGKILL)
     assert code == 130, (tmp_path / "log").read_text()[-3000:]
     assert not left and seconds < 10
     assert (only_folder(out) / "report.png").exists()
