@@ -122,7 +122,7 @@ class Learner:
             failure = self.model.run(queries, read, backward=backward)
             told = job.from_head(job.gather((tally, failure)))
             _raise_any([failure for _, failure in told])
-        except Exception:
+        except Exception:  # cleaned up behind, and raised again
             if backward:  # what was added before it broke is no gradient of anything
                 self.forget()
             raise
