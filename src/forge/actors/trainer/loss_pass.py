@@ -90,7 +90,7 @@ def _call(loss: Callable[..., object], *args: Tensor | None) -> tuple[Tensor, Me
         answer = loss(*args)
     except ForgeError:
         raise
-    except Exception as error:  # a user's code raises whatever it likes; translated, as it travels to all ranks
+    except Exception as error:  # of a user's code; translated, to travel to all ranks
         raise as_forge_error(error, "the loss") from error
     wrong = _wrong_with(answer)
     if wrong is not None:
