@@ -20,8 +20,11 @@ from monarch.actor import Actor, ActorError, current_rank, endpoint, this_host
 from torch import Tensor
 
 from forge.errors import ForgeError, WeightsMismatch, WeightsMissing
-from forge.weights import close_store, fetch, open_store, publish, retire, versions
-from forge.weights._torchstore import rdma_available
+from forge.weights import begin_push, close_store, fetch, open_store, publish, retire, unfinished, versions
+from forge.weights.process import Process
+from forge.weights.registry import Reader
+from forge.weights.store import connect
+from forge.weights.sync import _hold
 
 SHAPES = {
     "embed": ((513, 64), torch.bfloat16),
@@ -151,12 +154,21 @@ class Peer(Actor):
                     file.write(bytes([content[found + 5] ^ 1]))
 
     @endpoint
+    async def start_reading(self, version: int) -> None:
+        self.reading = _hold(await connect(), version, Reader(Process.this(), -1), timeout_s=10.0)
+        await self.reading.__aenter__()
+
+    @endpoint
+    async def stop_reading(self) -> None:
+        await self.reading.__aexit__(None, None, None)
+
+    @endpoint
     async def usage(self) -> tuple[int, int]:
         return usage()
 
 
 def use_messages() -> None:
-    os.environ["FORGE_WEIGHTS_TRANSPORT"] = "messages"
+    os.environ["FORGE_WEIGHTS_HOST"] = "elsewhere"
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +268,11 @@ def test_a_version_nobody_published_is_missing_within_the_deadline(run, peers) -
         assert 0.5 <= time.monotonic() - start < 2.0
         assert isinstance(caught.value.exception, WeightsMissing)
         message = str(caught.value.exception)
-        assert "version 31" in message and "no rank has published it" in message and "30" in message
+        assert (
+            "version 31" in message
+            and "no rank of the trainer has begun" in message
+            and "the last was 30" in message
+        )
 
     run(scenario())
 
@@ -264,7 +280,9 @@ def test_a_version_nobody_published_is_missing_within_the_deadline(run, peers) -
 def test_a_half_published_version_names_the_missing_rank_and_is_not_listed(run, peers) -> None:
     async def scenario() -> None:
         await peers.publisher.publish.call_one(32, seed=32, world_size=2)
-        with pytest.raises(WeightsMissing, match="of 2 ranks these have not published their part: 1$"):
+        with pytest.raises(
+            WeightsMissing, match="of the trainer's 2 ranks these have not published their part: 1 "
+        ):
             await fetch(32, timeout_s=0.2)
         assert 32 not in await versions()
 
@@ -277,6 +295,85 @@ def test_a_version_can_not_be_published_twice(run, peers) -> None:
         with pytest.raises(ForgeError, match="version 33 of the weights is already published by rank 0 of 1"):
             await publish(33, make_model(34), rank=0, world_size=1)
         assert not differences(await fetch(33), make_model(33))
+
+    run(scenario())
+
+
+def test_a_version_that_is_read_is_retired_when_its_reader_lets_go(run, peers) -> None:
+    reader = peers.readers.slice(procs=0)
+
+    async def scenario() -> None:
+        await publish(34, make_model(34), rank=0, world_size=1)
+        await reader.start_reading.call_one(34)
+        retiring = asyncio.ensure_future(retire(34))
+        await asyncio.sleep(0.3)
+        assert not retiring.done()
+        with pytest.raises(WeightsMissing, match="version 34 of the weights is being retired"):
+            await fetch(34)
+        await reader.stop_reading.call_one()
+        await asyncio.wait_for(retiring, 2.0)
+        await publish(35, make_model(35), rank=0, world_size=1)
+        await reader.start_reading.call_one(35)
+        await asyncio.wait_for(retire(35, timeout_s=0.2), 2.0)  # however slow the reader is
+        await reader.stop_reading.call_one()
+        assert not {34, 35} & set(await versions())
+
+    run(scenario())
+
+
+def test_who_waits_for_a_push_that_fails_hears_of_it_at_once(run, peers) -> None:
+    async def scenario() -> None:
+        reading = asyncio.ensure_future(peers.readers.compare.call(36, seed=36, timeout_s=60.0))
+        await asyncio.sleep(0.1)
+        start = time.monotonic()
+        with pytest.raises(AttributeError):
+            await publish(36, {"w": None}, rank=0, world_size=1, publisher="the critic")  # type: ignore
+        with pytest.raises(ActorError) as caught:
+            await reading
+        assert time.monotonic() - start < 5.0
+        assert isinstance(caught.value.exception, WeightsMissing)
+        assert "the push of the critic's rank 0 failed: AttributeError" in str(caught.value.exception)
+        with pytest.raises(ForgeError, match="AttributeError.*: retire it first"):
+            await publish(36, make_model(36), rank=0, world_size=1)
+        await retire(36)
+        await publish(36, make_model(36), rank=0, world_size=1)
+        assert not differences(await fetch(36), make_model(36))
+
+    run(scenario())
+
+
+def test_a_version_of_which_one_of_several_ranks_failed_is_retired_at_once_and_pushed_again(
+    run, peers
+) -> None:
+    async def scenario() -> None:
+        version = 39
+        for rank in range(3):
+            await publish(version, {f"w{rank}": torch.ones(4)}, rank=rank, world_size=4)
+        push = await begin_push(version, rank=3, world_size=4)
+        await push.fail(OSError("no room"))
+        await retire(version)
+        assert version not in await unfinished()
+        await publish(version, make_model(version), rank=0, world_size=1)
+        await asyncio.sleep(0.1)  # nothing that is still being deleted is of the new push
+        assert not differences(await fetch(version), make_model(version))
+        await retire(version)
+
+    run(scenario())
+
+
+def test_a_volume_that_is_killed_takes_its_versions_along_and_is_replaced(run, peers) -> None:
+    async def scenario() -> None:
+        await publish(37, make_model(37), rank=0, world_size=1)
+        newest = max(arena_files("self"))
+        children = psutil.Process().children(recursive=True)
+        (volume,) = (child for child in children if newest in arena_files(child.pid))
+        volume.kill()
+        with pytest.raises(WeightsMissing, match="version 37 .* is lost: the volume .* is gone"):
+            while True:
+                await fetch(37)
+        assert await versions() == []
+        await publish(38, make_model(38), rank=0, world_size=1)
+        assert values(await peers.readers.compare.call(38, seed=38)) == [[], []]
 
     run(scenario())
 
@@ -369,9 +466,13 @@ def test_a_hundred_versions_leave_memory_and_descriptors_flat(run, peers) -> Non
 
 
 LIFE = """
-    import asyncio, sys, torch, psutil
+    import asyncio, torch, psutil
     from forge.errors import ForgeError
+    from monarch.actor import this_host
     from forge.weights import open_store, close_store, publish, fetch, versions
+
+    def children():
+        return [child.pid for child in psutil.Process().children(recursive=True)]
 
     async def main():
         try:
@@ -379,62 +480,52 @@ LIFE = """
         except ForgeError as error:
             print("before:", error)
         await asyncio.gather(open_store(), open_store())
+        print("opened:", len(children()))
         await publish(1, {"w": torch.ones(1000, 1000)}, rank=0, world_size=1)
         print("fetched:", (await fetch(1))["w"].sum().item())
-        print("children:", *[c.pid for c in psutil.Process().children(recursive=True)], flush=True)
-        if "--killed" in sys.argv:
-            await asyncio.sleep(60)
+        print("published:", len(children()))
         await close_store()
         await close_store()
-        print("left:", len(psutil.Process().children(recursive=True)))
-        await open_store()
+        print("closed:", len(children()))
+        await open_store([this_host()])
+        print("dedicated:", len(children()))
+        await publish(2, {"w": torch.ones(10)}, rank=0, world_size=1)
         print("again:", await versions())
-        await close_store()
+        print("children:", *children(), flush=True)
+        await asyncio.sleep(120)
 
     asyncio.run(main())
 """
 
 
-def start_life(*args: str) -> subprocess.Popen:
-    script = textwrap.dedent(LIFE)
-    env = {**os.environ, "TORCHSTORE_USE_RDMA": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-    )
-
-
 @pytest.fixture(scope="module")
-def life() -> tuple[str, str]:
-    """What one whole life of a store printed: standard output and standard error."""
-    return start_life().communicate(timeout=200)
+def life() -> Iterator[tuple[subprocess.Popen, dict[str, str]]]:
+    """A root process that has opened the store a second time, and what it has printed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(LIFE)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        printed = {}
+        assert process.stdout is not None
+        for line in process.stdout:
+            name, _, value = line.strip().partition(": ")
+            printed[name] = value
+            if name == "children":
+                break
+        yield process, printed
+        process.kill()
 
 
-def test_a_store_opens_once_closes_without_a_trace_and_opens_again(life: tuple[str, str]) -> None:
-    lines = dict(line.split(": ", 1) for line in life[0].splitlines())
-    assert "no weight store is open" in lines["before"]
-    assert lines["fetched"] == "1000000.0"
-    assert len(lines["children"].split()) == 1
-    assert lines["left"] == "0" and lines["again"] == "[]"
+def test_a_store_opens_once_closes_without_a_trace_and_opens_again(life) -> None:
+    _, printed = life
+    assert "no weight store is open" in printed["before"]
+    assert printed["fetched"] == "1000000.0"
+    assert (printed["opened"], printed["published"], printed["closed"]) == ("0", "1", "0")
+    assert printed["dedicated"] == "1" and printed["again"] == "[2]"
 
 
-@pytest.mark.skipif(rdma_available(), reason="this host has RDMA")
-def test_rdma_that_was_asked_for_but_is_not_there_is_logged_and_the_run_goes_on(
-    life: tuple[str, str],
-) -> None:
-    out, err = life
-    assert "TORCHSTORE_USE_RDMA=1, but there is no RDMA hardware: going on without it" in err
-    assert "fetched: 1000000.0" in out
-
-
-def test_nothing_is_left_when_the_root_process_is_killed() -> None:
-    process = start_life("--killed")
-    assert process.stdout is not None
-    line = next(line for line in process.stdout if line.startswith("children:"))
-    children = [int(pid) for pid in line.split()[1:]]
+def test_nothing_is_left_when_the_root_process_is_killed(life) -> None:
+    process, printed = life
+    children = [int(pid) for pid in printed["children"].split()]
     named = [path for pid in (process.pid, *children) for path in shared_memory_with_a_name(pid)]
     process.kill()
     process.wait()

@@ -5,6 +5,7 @@ import mmap
 import os
 import weakref
 from dataclasses import dataclass
+from threading import Lock
 from typing import Self
 
 import torch
@@ -22,14 +23,18 @@ class ArenaReference:
     inode: int  # descriptors are reused: the inode tells whether `fd` is still the same arena
     nbytes: int
 
+    @property
+    def path(self) -> str:
+        return f"/proc/{self.pid}/fd/{self.fd}"
+
 
 class Arena(mmap.mmap):
     """An anonymous memory file (memfd), mapped.
 
     Nothing of it has a name in the file system, so nothing is left behind however its processes end. Every
-    process that maps an arena holds a shared lock on it (flock), which the kernel drops with the last page
-    of the mapping, also when the process is killed. So an arena that can be locked exclusively is read by
-    nobody, and its pages, whose first touch costs five times a copy, may be written again.
+    process that uses an arena holds a shared lock on it (flock), which the kernel drops with the last page
+    of the mapping, also when the process is killed. So an arena that its owner can lock exclusively is read
+    by nobody, and its pages, whose first touch costs ten times a copy, may be written again.
     """
 
     fd: int
@@ -42,23 +47,28 @@ class Arena(mmap.mmap):
 
     @classmethod
     def create(cls, nbytes: int) -> Self:
-        """A new arena, written by this process and locked by it until `release`."""
+        """A new arena, written by this process, its owner, and locked by it until `release`."""
         fd = os.memfd_create("forge-weights", os.MFD_CLOEXEC)
-        os.ftruncate(fd, nbytes)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        return cls(fd, nbytes, mmap.ACCESS_WRITE)
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            return cls(fd, nbytes, mmap.ACCESS_WRITE)
+        except BaseException:
+            os.close(fd)
+            raise
 
     @classmethod
     def attach(cls, reference: ArenaReference) -> Self:
         """Maps an arena of another process. What is written to this mapping stays private (copy on write).
 
-        Raises WeightsMissing when the arena was freed or is being written again.
+        Raises WeightsMissing when the arena was freed, is being written again, or may not be opened.
         """
-        gone = f"the shared memory of process {reference.pid} was freed before it was read"
         try:
-            fd = os.open(f"/proc/{reference.pid}/fd/{reference.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(reference.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise WeightsMissing(gone) from None
+            raise _freed(reference) from None
+        except PermissionError as error:
+            raise WeightsMissing(f"the shared memory of process {reference.pid}: {error}") from None
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if os.fstat(fd).st_ino != reference.inode:
@@ -67,8 +77,30 @@ class Arena(mmap.mmap):
         except BaseException as error:
             os.close(fd)
             if isinstance(error, BlockingIOError):
-                raise WeightsMissing(gone) from None
+                raise _freed(reference) from None
             raise
+
+    def attach_again(self, reference: ArenaReference) -> None:
+        """Locks an arena that this process let go of, and still maps, as `attach` does."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.stat(reference.path).st_ino != reference.inode:
+                raise FileNotFoundError
+        except (BlockingIOError, FileNotFoundError):
+            raise _freed(reference) from None
+
+    def let_go(self) -> None:
+        """This process reads it no more, though it still maps it: the owner may write it again."""
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def is_freed(self) -> bool:
+        """Whether nobody uses an arena any more that this process has let go of, its owner included."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self.let_go()
+        return True
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Arena | None":
@@ -83,37 +115,48 @@ class Arena(mmap.mmap):
         return ArenaReference(os.getpid(), self.fd, os.fstat(self.fd).st_ino, len(self))
 
     def try_lock(self) -> bool:
-        """Locks the arena for writing, unless another process still maps it."""
+        """Locks the arena for its owner to write, unless another process reads it."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            fcntl.flock(self.fd, fcntl.LOCK_SH)  # which the attempt has dropped
             return False
         return True
 
     def release(self) -> None:
-        """Ends the lock for writing: it is written, others may attach."""
-        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        """It is written: others may attach. The owner keeps a shared lock until it frees the arena."""
+        fcntl.flock(self.fd, fcntl.LOCK_SH)
 
     def __del__(self, close=os.close) -> None:
         if hasattr(self, "fd"):
             close(self.fd)
 
 
+def _freed(reference: ArenaReference) -> WeightsMissing:
+    return WeightsMissing(f"the shared memory of process {reference.pid} was freed before it was read")
+
+
 _by_address: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
 
 
 class ArenaPool:
-    """The arenas one process has published from; hands out those again that nobody reads any more."""
+    """The arenas one process has published from; hands out those again that nobody reads any more.
+
+    For any threads: two pushes may pack at once.
+    """
 
     def __init__(self) -> None:
         self._arenas: list[Arena] = []
+        self._lock = Lock()
 
     def take(self, nbytes: int) -> Arena:
         """An arena of at least `nbytes`, locked for writing. Frees all others that nobody reads."""
-        idle = [arena for arena in self._arenas if arena.try_lock()]
-        self._arenas = [arena for arena in self._arenas if arena not in idle]
+        with self._lock:
+            idle = [arena for arena in self._arenas if arena.try_lock()]
+            self._arenas = [arena for arena in self._arenas if arena not in idle]
         return next((arena for arena in idle if len(arena) >= nbytes), None) or Arena.create(nbytes)
 
     def give_back(self, arena: Arena) -> None:
         """Takes back an arena that was released; it is handed out again once nobody else maps it."""
-        self._arenas.append(arena)
+        with self._lock:
+            self._arenas.append(arena)

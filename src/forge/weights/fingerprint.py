@@ -1,146 +1,134 @@
 """A fingerprint of a tensor's bits that is exact, fast, and the same however the tensor is sharded.
 
-Let the row-major bytes of the whole tensor, padded with zeros, be signed 64-bit little-endian words
-x_0, x_1, ... The fingerprint is
+Let the row-major bytes of the whole tensor, padded with zeros, be unsigned 32-bit little-endian words
+y_0, y_1, ... The fingerprint is
 
-    F = sum_k A(k div T) * (B(k mod T) * x_k + C(k mod T) * (x_k >> 32))  mod 2^64,     T = 2048,
+    F = sum_i A(i div T) * W(i mod T) * y_i  mod 2^64,     T = 4096,
 
-with A, B, C tables of odd pseudo-random numbers (splitmix64). F is linear in the bits: a shard is the tensor
-with zeros elsewhere, so the fingerprints of shards that tile a tensor sum to the tensor's own. Both halves
-of a word have an odd factor, which has an inverse mod 2^64, so any change within one half is certain to
-show. Two bits i of a half in different places cancel with a chance of about 2^(i - 63): at most 2^-32,
-which is what the second term is for; with the first alone, two flipped sign bits would always cancel.
-The sums over k mod T are products of an int64 matrix with B and C, which run at the speed of memory.
+with A of 64 and W of 32 pseudo-random bits (splitmix64), all odd. F is linear in the words: a shard is the
+tensor with zeros elsewhere, so the fingerprints of shards that tile a tensor sum to the tensor's own. Odd
+factors have an inverse mod 2^64, and words are less than that, so any change within one word is certain to
+show. So are changes of the same bit in two words of the same T, since no two W are equal; in words further
+apart bit b cancels with a chance of about 2^(b - 63), which is 2^-32 at most.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from operator import mul
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_T = 2048
-_WORD = 8  # bytes
-_BATCH = 1 << 15  # words handled at once: small enough to stay in the cache, and for malloc to reuse
 _MASK = (1 << 64) - 1
-_LANE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CACHED_NBYTES = 1 << 20  # what is copied is still in the cache of its core when its fingerprint is taken
+_STAGED_NBYTES = 1 << 23  # of a copy from another device: long enough for the bus
+_NBYTES_PER_THREAD = 1 << 22  # for less it isn't worth to wake another
+_MAX_THREADS = 4
+_FIRST = np.zeros(1, np.int64)
 
 
 def fingerprint(shard: Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> int:
     """What `shard` adds to F, in [0, 2^64): a contiguous CPU tensor, a box of the whole at `offsets`."""
-    size = shard.element_size()
-    run, starts = _runs(shard.shape, global_shape, offsets)
-    flat = shard.detach().reshape(-1)
-    if flat.numel() == 0:
-        return 0
-    if len(starts) == 1:
-        return _sum_run(flat.view(torch.uint8), int(starts[0]) * size)
-    if run * size % _WORD == 0 and not (starts * size % _WORD).any():
-        words = _as_words(flat.view(torch.uint8)).view(len(starts), -1)
-        return _sum_gathered(words, starts * size, _WORD)
-    lanes = flat.view(_LANE[size]).view(len(starts), run)
-    return _sum_gathered(lanes, starts * size, size)
+    return _sum(shard.detach(), None, global_shape, offsets)
+
+
+def copy_and_fingerprint(
+    dst: Tensor, src: Tensor, global_shape: Sequence[int], offsets: Sequence[int]
+) -> int:
+    """Copies `src` into `dst` and returns what `dst` then adds to F, reading `src` once and `dst` never.
+
+    Both are of the shape of a box of the whole at `offsets`. dst: contiguous, on the CPU. src: of any layout
+    and device; another dtype is converted as `Tensor.copy_` does it.
+    """
+    assert dst.shape == src.shape, f"{tuple(src.shape)} does not fit {tuple(dst.shape)}"
+    assert dst.is_contiguous() and dst.device.type == "cpu", "dst is contiguous and on the CPU"
+    src = src.detach()
+    if src.device.type != "cpu":
+        return _from_device(dst, src, global_shape, offsets)
+    if src.dtype == dst.dtype and src.is_contiguous():
+        return _sum(src, dst, global_shape, offsets)
+    boxes = _boxes(dst, offsets, _CACHED_NBYTES)
+    return sum(_sum(dst[box].copy_(src[box]), None, global_shape, place) for box, place in boxes) & _MASK
+
+
+def _from_device(dst: Tensor, src: Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """Through page-locked memory, into which a GPU copies without an intermediate buffer of its driver."""
+    numel = _STAGED_NBYTES // dst.element_size()
+    staging = torch.empty(min(numel, dst.numel()), dtype=dst.dtype, pin_memory=src.is_cuda)
+    total = 0
+    for box, place in _boxes(dst, offsets, _STAGED_NBYTES):
+        staged = staging[: dst[box].numel()].view(dst[box].shape)
+        total += _sum(staged.copy_(src[box]), dst[box], global_shape, place)
+    return total & _MASK
 
 
 def first_byte(itemsize: int, global_shape: Sequence[int], offsets: Sequence[int]) -> int:
     """Where in the whole tensor's row-major bytes the element at `offsets` lies."""
-    strides = _strides(global_shape)
-    return itemsize * sum(o * s for o, s in zip(offsets, strides, strict=True))
+    return itemsize * sum(map(mul, offsets, _strides(global_shape)))
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def _runs(shape: Sequence[int], global_shape: Sequence[int], offsets: Sequence[int]) -> tuple[int, Tensor]:
-    """A shard as runs that are contiguous in the whole: elements of one run, and the first index of each."""
-    strides = _strides(global_shape)
+def _sum(data: Tensor, copy: Tensor | None, global_shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """The fingerprint of `data`, which is written to `copy` on the way. Large ones by several threads."""
+    # half of the cores: not they run out first, but memory's rate, which one core of two takes up
+    threads = min(_MAX_THREADS, torch.get_num_threads() // 2) if data.nbytes >= 2 * _NBYTES_PER_THREAD else 1
+    if threads < 2:
+        return _sum_box(data, copy, global_shape, offsets) & _MASK
+
+    def sum_box(box: tuple[slice, ...], place: tuple[int, ...]) -> int:
+        return _sum_box(data[box], None if copy is None else copy[box], global_shape, place)
+
+    boxes = _boxes(data, offsets, max(_NBYTES_PER_THREAD, -(-data.nbytes // threads)))
+    return sum(_threads().map(sum_box, *zip(*boxes, strict=True))) & _MASK
+
+
+def _sum_box(data: Tensor, copy: Tensor | None, global_shape: Sequence[int], offsets: Sequence[int]) -> int:
+    from forge.weights._fingerprint_kernel import sum_runs  # slow to load, and not every process needs it
+
+    run, starts = _runs(data.shape, data.element_size(), tuple(global_shape), offsets)
+    return sum_runs(_as_bytes(data), None if copy is None else _as_bytes(copy), run, starts)
+
+
+def _as_bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _runs(
+    shape: torch.Size, itemsize: int, global_shape: tuple[int, ...], offsets: Sequence[int]
+) -> tuple[int, np.ndarray]:
+    """A shard as runs that are contiguous in the whole: bytes of one run, and the first byte of each [R]."""
+    if shape == global_shape:
+        return math.prod(shape) * itemsize, _FIRST
     dim = len(shape)  # the run spans the dims from here on
-    while dim > 0 and list(shape[dim:]) == list(global_shape[dim:]):
+    while dim > 0 and shape[dim:] == global_shape[dim:]:
         dim -= 1
-    starts = torch.tensor([sum(o * s for o, s in zip(offsets, strides, strict=True))])
-    for outer in range(dim):
-        steps = torch.arange(shape[outer]) * strides[outer]
-        starts = (starts[:, None] + steps).reshape(-1)
-    return math.prod(shape[dim:]), starts
+    starts = np.array([first_byte(itemsize, global_shape, offsets)])
+    for outer, stride in enumerate(_strides(global_shape)[:dim]):
+        starts = np.add.outer(starts, np.arange(shape[outer]) * (stride * itemsize)).reshape(-1)
+    return math.prod(shape[dim:]) * itemsize, starts
 
 
-def _sum_run(data: Tensor, start: int) -> int:
-    """Bytes [N] that are contiguous in the whole and begin at its byte `start`."""
-    head = min(-start % _WORD, len(data))
-    tail = (len(data) - head) % _WORD
-    end = len(data) - tail
-    total = _sum_partial_word(data[:head], start) + _sum_partial_word(data[end:], start + end)
-    return (total + _sum_words(_as_words(data[head:end]), (start + head) // _WORD)) & _MASK
+def _boxes(
+    tensor: Tensor, offsets: Sequence[int], nbytes: int
+) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
+    """Cuts a shard into boxes of about `nbytes` that are contiguous in it: (index, offsets in the whole)."""
+    shape, limit = tensor.shape, max(1, nbytes // tensor.element_size())
+    strides = _strides(shape)
+    dim = next((dim for dim, stride in enumerate(strides) if stride <= limit), 0)
+    steps = [1] * dim + [limit // max(1, stride) for stride in strides[dim : dim + 1]]
+    for firsts in itertools.product(*(range(0, n, step) for n, step in zip(shape, steps, strict=False))):
+        box = tuple(slice(first, first + step) for first, step in zip(firsts, steps, strict=True))
+        inner = (0,) * (len(shape) - len(firsts))
+        yield box, tuple(o + first for o, first in zip(offsets, (*firsts, *inner), strict=True))
 
 
-def _sum_partial_word(data: Tensor, start: int) -> int:
-    """Less than a word, from byte `start` of the whole on."""
-    if len(data) == 0:
-        return 0
-    padded = torch.zeros(_WORD, dtype=torch.uint8)
-    padded[start % _WORD :][: len(data)] = data
-    return _sum_within_row(padded.view(torch.int64), start // _WORD)
-
-
-def _as_words(data: Tensor) -> Tensor:
-    """Bytes [8 N] -> int64 [N]; copies only what does not lie on a word's boundary in memory."""
-    return (data.clone() if data.storage_offset() % _WORD else data).view(torch.int64)
-
-
-def _sum_words(words: Tensor, k: int) -> int:
-    """Words [N] from index `k` of the whole on: up to the next multiple of T, whole rows of T, the rest."""
-    lead = min(-k % _T, len(words))
-    num_rows = (len(words) - lead) // _T
-    row = (k + lead) // _T
-    total = _sum_within_row(words[:lead], k)
-    total += _sum_rows(words[lead : lead + num_rows * _T].view(num_rows, _T), row)
-    return total + _sum_within_row(words[lead + num_rows * _T :], (row + num_rows) * _T)
-
-
-def _sum_within_row(words: Tensor, k: int) -> int:
-    """Words [N] from index `k` on, all with the same k div T."""
-    if len(words) == 0:
-        return 0
-    first = k % _T
-    B, C = _B[first : first + len(words)], _C[first : first + len(words)]
-    return int(torch.dot(words, B) + torch.dot(words >> 32, C)) * int(_A(torch.tensor(k // _T)))
-
-
-def _sum_rows(rows: Tensor, first: int) -> int:
-    """Rows [R, T] of words; the first has k div T = `first`."""
-    if len(rows) == 0:
-        return 0
-    batches = rows.split(_BATCH // _T)
-    sums = torch.cat([torch.mv(batch, _B) + torch.mv(batch >> 32, _C) for batch in batches])
-    return int(torch.dot(sums, _A(torch.arange(first, first + len(rows)))))
-
-
-def _sum_gathered(lanes: Tensor, starts: Tensor, size: int) -> int:
-    """Lanes [R, N] of `size` bytes each; row r is contiguous in the whole from its byte `starts[r]` on."""
-    total = 0
-    num_rows = max(1, _BATCH // lanes.shape[1])
-    within = torch.arange(lanes.shape[1]) * size
-    for first in range(0, len(lanes), num_rows):
-        position = starts[first : first + num_rows, None] + within
-        word = lanes[first : first + num_rows].to(torch.int64)
-        if size < _WORD:
-            word = (word & ((1 << 8 * size) - 1)) << (8 * (position % _WORD))
-        k = position // _WORD
-        total += int((_A(k // _T) * (_B[k % _T] * word + _C[k % _T] * (word >> 32))).sum())
-    return total & _MASK
-
-
-def _splitmix(x: Tensor) -> Tensor:
-    """The splitmix64 generator's output function (Steele, Lea, Flood, 2014), elementwise on int64."""
-    x = x * -7046029254386353131
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -4658895280553007687
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -7723592293110705685
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _A(rows: Tensor) -> Tensor:
-    return _splitmix(rows + (2 * _T + 1)) | 1
-
-
-_B, _C = (_splitmix(torch.arange(1, 2 * _T + 1)) | 1).split(_T)
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="fingerprint")

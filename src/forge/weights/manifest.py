@@ -1,106 +1,135 @@
-"""Part: what one rank publishes of a version, as pieces of tensors packed into one flat arena."""
+"""Manifest: what a version is made of, and the proof that readers hold just that."""
 
-import dataclasses
-import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from forge.errors import ForgeError
-from forge.weights.fingerprint import fingerprint, first_byte
+from forge.errors import WeightsMismatch
+from forge.weights.box import Box, why_not_tiled
+from forge.weights.part import Layout, Part
 
-_ALIGNMENT = 64  # bytes: a cache line
+_MODULUS = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of one tensor, all of it or a shard, and where its bytes lie in the arena of its part."""
+class TensorFacts:
+    """Of one whole tensor, as it was published."""
 
-    name: str
     dtype: torch.dtype
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]  # of the box in the whole tensor
-    shape: tuple[int, ...]  # of the box
-    start: int  # first byte in the arena
-    fingerprint: int = 0  # what the box adds to the whole tensor's fingerprint
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def is_whole(self) -> bool:
-        return self.shape == self.global_shape
-
-    def view(self, arena: Tensor) -> Tensor:
-        """The piece as a tensor that shares memory with the arena [nbytes] uint8."""
-        return arena[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+    shape: tuple[int, ...]
+    fingerprint: int
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one rank has published: an index of its arena, which is stored as chunks of equal size."""
+class Claim:
+    """What one reader holds of a tensor, and what this adds to the whole tensor's fingerprint."""
 
-    pieces: tuple[Piece, ...]
-    nbytes: int
-    chunk_nbytes: int
-
-    @property
-    def num_chunks(self) -> int:
-        return math.ceil(self.nbytes / self.chunk_nbytes)
+    box: Box
+    fingerprint: int
 
 
-def plan_pieces(tensors: Mapping[str, Tensor]) -> tuple[list[tuple[Piece, Tensor]], int]:
-    """Places what this rank is to store; returns (piece, local tensor) pairs and the bytes needed.
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Small: goes to every reader of a version, also to those that check what others have loaded."""
 
-    Of a DTensor that is the local shard, left out where another rank of its mesh stores the same. A plain
-    tensor is stored whole by every rank that has it: a rank can't know whether another one does.
-    """
-    placed: list[tuple[Piece, Tensor]] = []
-    end = 0
-    for name, tensor in tensors.items():
-        box = _local_box(name, tensor)
-        if box is None:
-            continue
-        local, offsets = box
-        # A word of the whole tensor stays a word in the arena, so that the fingerprint reads it in place.
-        phase = first_byte(tensor.dtype.itemsize, tensor.shape, offsets) % 8
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT + phase
-        piece = Piece(name, tensor.dtype, tuple(tensor.shape), offsets, tuple(local.shape), start)
-        placed.append((piece, local))
-        end = start + piece.nbytes
-    return placed, max(end, _ALIGNMENT)
+    version: int
+    tensors: dict[str, TensorFacts]
+    publisher: str
+
+    @classmethod
+    def of(cls, version: int, parts: Sequence[Part], publisher: str) -> "Manifest":
+        """From the parts of all ranks; names in the order of the first rank that has them.
+
+        Raises WeightsMismatch, naming the tensor, where pieces contradict each other or don't tile it.
+        """
+        tensors: dict[str, TensorFacts] = {}
+        for name, stored in _stored_tensors(tuple(part.layout for part in parts)).items():
+            total = 0
+            for box, places in stored.boxes.items():
+                found = {parts[part].fingerprints[piece] for part, piece in places}
+                if len(found) > 1:
+                    raise WeightsMismatch(f"{name}: two ranks hold different values at {box.offsets}")
+                total += found.pop()
+            tensors[name] = TensorFacts(stored.dtype, stored.shape, total % _MODULUS)
+        return cls(version, tensors, publisher)
+
+    def prove(self, claims: Sequence[Mapping[str, Claim]]) -> None:
+        """Checks that readers hold together, bit for bit, the whole of every tensor that any of them holds.
+
+        claims: of each reader, by name of the tensor. Readers may hold the same box. Raises WeightsMismatch
+        that names the tensor unless the distinct boxes tile it and their bits are the published ones.
+        """
+        held: dict[str, list[Claim]] = defaultdict(list)
+        for reader in claims:
+            for name, claim in reader.items():
+                held[name].append(claim)
+        for name, found in held.items():
+            facts = self.facts(name)
+            check_fingerprint(name, _sum_tiling(name, found, facts.shape), facts.fingerprint)
+
+    def facts(self, name: str) -> TensorFacts:
+        """Raises WeightsMismatch for a tensor that is not of this version."""
+        if name not in self.tensors:
+            raise WeightsMismatch(
+                f"{name}: {self.publisher} published no such tensor, but {len(self.tensors)} others: "
+                f"{', '.join(list(self.tensors)[:3])}, ..."
+            )
+        return self.tensors[name]
 
 
-def _local_box(name: str, tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), (0,) * tensor.dim()
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    for place, index in zip(tensor.placements, coordinate, strict=True):
-        if place.is_partial():
-            raise ForgeError(f"{name} is a partial sum ({tensor.placements}): reduce it before publishing")
-        if place.is_replicate() and index > 0:
-            return None
-    shape, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    local = tensor.to_local().detach()
-    assert tuple(local.shape) == tuple(shape), f"{name}: shard {tuple(local.shape)}, expected {shape}"
-    return (local, tuple(offsets)) if local.numel() else None
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """What a reader has fetched of a version: boxes of tensors, and the claims for `Manifest.prove`."""
+
+    version: int
+    manifest: Manifest
+    tensors: dict[str, Tensor]
+    claims: dict[str, Claim]
 
 
-def pack(placed: list[tuple[Piece, Tensor]], arena: Tensor) -> tuple[Piece, ...]:
-    """Copies the local tensors into the arena, [nbytes] uint8, and takes their fingerprints on the way."""
-    pieces = []
-    for piece, local in placed:
-        stored = piece.view(arena)
-        stored.copy_(local)
-        value = fingerprint(stored, piece.global_shape, piece.offsets)
-        pieces.append(dataclasses.replace(piece, fingerprint=value))
-    return tuple(pieces)
+def check_fingerprint(name: str, arrived: int, published: int) -> None:
+    """Both mod 2^64. Raises WeightsMismatch unless they are equal."""
+    arrived, published = arrived % _MODULUS, published % _MODULUS
+    if arrived != published:
+        raise WeightsMismatch(f"{name}: fingerprint {arrived:016x} arrived, {published:016x} was published")
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: dict[Box, list[tuple[int, int]]]  # that tile it: index of the part and of the piece of each copy
+
+
+@lru_cache(maxsize=8)
+def _stored_tensors(layouts: tuple[Layout, ...]) -> dict[str, _StoredTensor]:
+    """By name. Every version of a trainer has the same; raises WeightsMismatch as `Manifest.of` does."""
+    found: dict[str, _StoredTensor] = {}
+    for part, layout in enumerate(layouts):
+        for number, piece in enumerate(layout.pieces):
+            kind = piece.dtype, piece.global_shape
+            stored = found.setdefault(piece.name, _StoredTensor(*kind, defaultdict(list)))
+            if (stored.dtype, stored.shape) != kind:
+                raise WeightsMismatch(
+                    f"{piece.name}: ranks disagree on dtype or shape: {(stored.dtype, stored.shape)}, {kind}"
+                )
+            stored.boxes[piece.box].append((part, number))
+    for name, stored in found.items():
+        if wrong := why_not_tiled(stored.boxes, stored.shape):
+            raise WeightsMismatch(f"{name}: {wrong}")
+    return found
+
+
+def _sum_tiling(name: str, held: Sequence[Claim], shape: tuple[int, ...]) -> int:
+    """Fingerprint of the tensor that distinct boxes make up; raises WeightsMismatch where they don't."""
+    fingerprints: dict[Box, int] = {}
+    for claim in held:
+        if fingerprints.setdefault(claim.box, claim.fingerprint) != claim.fingerprint:
+            raise WeightsMismatch(f"{name}: two ranks hold different values at {claim.box.offsets}")
+    if wrong := why_not_tiled(fingerprints, shape):
+        raise WeightsMismatch(f"{name}: {wrong}")
+    return sum(fingerprints.values()) % _MODULUS

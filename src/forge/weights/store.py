@@ -1,97 +1,118 @@
-"""The store: TorchStore with one volume, a process that holds all published versions."""
+"""The store: opened and closed in the root process, found from any other.
+
+Nothing of it can outlive the run, and so nothing need be swept up after one that was killed: the volumes end
+with the root process or with their host's, and memory for weights has no name in any file system.
+"""
 
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
+from typing import Any
 
 from forge.errors import ForgeError
-from forge.weights._torchstore import ActorError, ProcMesh, rdma_available, this_host, ts
-from forge.weights.transport import Transport, host_identity, install
+from forge.weights._torchstore import HostMesh, get_or_spawn_controller, is_ibverbs_available, this_host
+from forge.weights.process import Process
+from forge.weights.registry_actor import RegistryActor
+from forge.weights.transport import HOST_VARIABLE, Transport, rdma_wish
+from forge.weights.volume_client import VolumeClient, forge_errors
+from forge.weights.volumes import volume_host, volume_name
 
 logger = logging.getLogger(__name__)
 
-_STOP_S = 10.0
-_volume: ProcMesh | None = None  # in the root process, between open_store and close_store
-_transport: Transport | None = None  # of this process, once it is connected
+_NAME = "forge.weights"  # of the registry among Monarch's controllers
+_STOP_S = 20.0
+_is_open = False  # in the root process
 _lock = asyncio.Lock()
+_logged: set[Transport] = set()
 
 
-class OneVolume(ts.SingletonStrategy):
-    """All data in one volume, which is named by its host so that clients know whether they share memory."""
+class Store:
+    """What a process knows of the store: the registry, and clients of the volumes it has met."""
 
-    @classmethod
-    def get_volume_id(cls) -> str:
-        return host_identity()
+    def __init__(self, registry: RegistryActor) -> None:
+        self.registry = registry
+        self._clients: dict[str, VolumeClient] = {}
+        self._home: str | None = None
 
-    @property
-    def volume_id(self) -> str:
-        (volume_id,) = self.volume_id_to_coord
-        return volume_id
+    async def home(self, rank: int) -> str:
+        """Id of the volume that this process publishes to. It is started if need be, which is not awaited."""
+        if self._home is None:
+            name = os.environ.get(HOST_VARIABLE)
+            self._home = await ask(self.registry.choose_volume, Process.this(), rank, this_host(), name)
+        assert self._home is not None
+        return self._home
 
-    def select_storage_volume(self):
-        return self.get_storage_volume(self.volume_id), self.volume_id
+    async def volume(self, volume: str) -> VolumeClient:
+        """Waits until it has started. Raises WeightsMissing when it is gone."""
+        if volume not in self._clients:
+            actor = await ask(self.registry.volume, volume)
+            self._clients[volume] = VolumeClient(volume, actor)
+            transport = Transport.between(volume_host(volume))
+            if transport not in _logged:
+                _logged.add(transport)
+                logger.info("weights travel to and from %s by %s", volume_name(volume), transport.value)
+        return self._clients[volume]
+
+    async def lose(self, volume: str) -> bool:
+        """This process gets no answer from a volume. Whether it is gone, and another to be had."""
+        if not await ask(self.registry.lost, volume, f"process {os.getpid()} gets no answer"):
+            return False
+        self._clients.pop(volume, None)
+        if self._home == volume:
+            self._home = None
+        return True
 
 
-async def open_store() -> None:
+_store: Store | None = None  # once this process is connected
+
+
+async def connect() -> Store:
+    """Finds the store from any process of the job. Who asks it when none is open gets a ForgeError."""
+    global _store
+    if _store is None:
+        _store = Store(await get_or_spawn_controller(_NAME, RegistryActor))
+    return _store
+
+
+async def ask(endpoint: Any, *args: object) -> Any:
+    """Calls an endpoint of the registry; raises what it raises."""
+    with forge_errors():
+        return await endpoint.call_one(*args)
+
+
+async def open_store(hosts: Sequence[HostMesh] | None = None) -> None:
     """Starts the store. Call it in the root process; a second call does nothing.
 
-    TORCHSTORE_USE_RDMA=1 asks for RDMA between hosts. Without RDMA hardware that is logged, and the weights
-    travel by shared memory within a host and by messages between hosts.
+    hosts: hosts for the volumes, the processes that hold the weights; None: each publisher's own host gets
+    one with its first push. How weights travel to and from them: see `Transport.between`. Raises ConfigError
+    for a TORCHSTORE_USE_RDMA that it doesn't know.
     """
-    global _volume
+    global _is_open
+    wish = rdma_wish()
     async with _lock:
-        if _volume is not None:
+        if _is_open:
             return
-        volume = this_host().spawn_procs({"procs": 1}, name="weights")
-        try:
-            await volume.initialized
-            await ts.initialize(strategy=OneVolume(), mesh=volume)
-        except BaseException:
-            await volume.stop()
-            raise
-        _volume = volume
-        if _choose_rdma() and not rdma_available():
-            logger.warning("TORCHSTORE_USE_RDMA=1, but there is no RDMA hardware: going on without it")
+        store = await connect()
+        await ask(store.registry.open_store, hosts)
+        _is_open = True
+        if wish == "1" and not is_ibverbs_available():
+            logger.warning(
+                "TORCHSTORE_USE_RDMA=1, but there is no RDMA hardware: Monarch uses TCP instead between hosts"
+            )
 
 
 async def close_store() -> None:
-    """Ends the store and its process; all versions are gone. Does nothing where no store is open."""
-    global _volume, _transport, _lock
+    """Ends the store and its processes; all versions are gone. Does nothing where no store is open."""
+    global _is_open, _store, _lock
     async with _lock:
-        if _volume is None:
+        if not _is_open:
             return
-        volume, _volume, _transport = _volume, None, None
+        _is_open = False
+        store, _store = await connect(), None
         try:
-            await asyncio.wait_for(ts.shutdown(), _STOP_S)
+            await asyncio.wait_for(ask(store.registry.close_store), _STOP_S)
+        except TimeoutError:
+            raise ForgeError(f"the volumes of the weights have not ended within {_STOP_S:g} s") from None
         finally:
-            ts.reset_client()
-            await asyncio.wait_for(volume.stop(), _STOP_S)
             _lock = asyncio.Lock()  # the next store may belong to another event loop, this one to its first
-
-
-async def connect() -> Transport:
-    """Finds the store from any process of the job; returns how weights travel between the two.
-
-    Raises ForgeError when no store is open.
-    """
-    global _transport
-    if _transport is None:
-        _choose_rdma()
-        try:
-            client = await ts.client()
-        except ActorError as error:
-            raise ForgeError(
-                "no weight store is open: call open_store() in the root process first"
-            ) from error
-        assert isinstance(client.strategy, OneVolume), f"the store was opened with {client.strategy}"
-        _transport = Transport.between(client.strategy.volume_id)
-        install(_transport)
-        logger.info("weights travel by %s", _transport.value)
-    return _transport
-
-
-def _choose_rdma() -> bool:
-    """Tells TorchStore, which would take RDMA wherever it finds it, whether the user asked for it."""
-    asked = os.environ.get("TORCHSTORE_USE_RDMA", "0") == "1"
-    os.environ["TORCHSTORE_RDMA_ENABLED"] = str(int(asked))
-    return asked

@@ -4,6 +4,9 @@ import gc
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -122,7 +125,46 @@ def test_the_pool_leaves_an_arena_alone_while_another_process_maps_it() -> None:
     assert pool.take(4096) is first
 
 
+def test_two_threads_never_get_the_same_arena() -> None:
+    pool, num_arenas = ArenaPool(), 200
+    for _ in range(num_arenas):
+        arena = Arena.create(4096)
+        arena.release()
+        pool.give_back(arena)
+    start = Barrier(2)
+
+    def take(_: int) -> list[Arena]:
+        start.wait()
+        taken = []
+        for _ in range(num_arenas):
+            taken.append(pool.take(4096))
+            extra = Arena.create(4096)
+            extra.release()
+            pool.give_back(extra)
+        return taken
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(take, range(2))
+    assert not {id(arena) for arena in first} & {id(arena) for arena in second}
+
+
+def test_no_room_for_an_arena_leaves_no_descriptor_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_descriptors()
+    monkeypatch.setattr(os, "ftruncate", Mock(side_effect=OSError("no room")))
+    with pytest.raises(OSError, match="no room"):
+        Arena.create(4096)
+    assert open_descriptors() == before
+
+
+def test_an_arena_that_may_not_be_opened_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena.create(4096)
+    monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError("not yours")))
+    with pytest.raises(WeightsMissing, match=f"process {os.getpid()}: not yours"):
+        Arena.attach(arena.reference())
+
+
 def test_the_pool_frees_what_it_does_not_need() -> None:
+    gc.collect()  # what earlier tests have left open
     before = open_descriptors()
     pool = ArenaPool()
     for arena in [filled(pool, 4096, value) for value in range(4)]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.weights.fingerprint import fingerprint, first_byte
+from forge.weights import fingerprint as fingerprint_module
+from forge.weights.fingerprint import copy_and_fingerprint, fingerprint, first_byte
 
 MASK = (1 << 64) - 1
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool, torch.complex128]
@@ -17,19 +18,18 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool, 
 def reference(tensor: Tensor) -> int:
     """The definition in the module's docstring, one Python integer at a time."""
 
-    def odd_random(x: int) -> int:
+    def splitmix(x: int) -> int:
         x = x * 0x9E3779B97F4A7C15 & MASK
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
         x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-        return (x ^ x >> 31) | 1
+        return x ^ x >> 31
 
     raw = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
-    raw += bytes(-len(raw) % 8)
+    raw += bytes(-len(raw) % 4)
     total = 0
-    for k in range(len(raw) // 8):
-        word = int.from_bytes(raw[8 * k : 8 * k + 8], "little", signed=True)
-        a, b, c = (odd_random(x) for x in (4097 + k // 2048, 1 + k % 2048, 2049 + k % 2048))
-        total += a * (b * word + c * (word >> 32))
+    for i in range(len(raw) // 4):
+        word = int.from_bytes(raw[4 * i : 4 * i + 4], "little")
+        total += (splitmix(4097 + i // 4096) | 1) * (splitmix(1 + i % 4096) >> 32 | 1) * word
     return total & MASK
 
 
@@ -56,6 +56,10 @@ def random_boxes(shape: tuple[int, ...], rng: random.Random):
 
 def shard(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
     return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].contiguous()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,9 +137,75 @@ def test_a_value_and_its_negative_that_changed_places_show(dtype: torch.dtype) -
     assert len(seen) == 64
 
 
+def test_no_two_words_of_a_row_have_the_same_factor() -> None:
+    from forge.weights._fingerprint_kernel import _W, T
+
+    assert len(set(_W.tolist())) == T and all(factor % 2 for factor in _W.tolist())
+
+
 def test_a_swap_of_rows_far_apart_shows() -> None:
     tensor = torch.arange(8 * 4096, dtype=torch.int64).view(8, 4096)
     assert of_whole(tensor) != of_whole(tensor.flip(0).contiguous())
+
+
+def places(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The whole, and boxes of it at which the runs are long, short, and not of whole words."""
+    halves = tuple(max(1, n // 2) for n in shape)
+    return [((0,) * len(shape), shape), (tuple(n - h for n, h in zip(shape, halves, strict=True)), halves)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (130, 257), (3, 2, 41)])
+def test_a_copy_is_the_source_and_its_fingerprint_that_of_the_copy(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(3)
+    for offsets, sizes in places(shape):
+        memory = random_tensor((math.prod(sizes) + 1,), dtype)
+        source = memory[1:].view(sizes)  # often not on a word's boundary
+        copy = torch.zeros(sizes, dtype=dtype)
+        value = copy_and_fingerprint(copy, source, shape, offsets)
+        assert torch.equal(bits(copy), bits(source))
+        assert value == fingerprint(source.clone(), shape, offsets)
+
+
+@pytest.mark.parametrize("in_blocks_of", [1 << 19, 40])
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.linspace(-3, 3, 3 * 5 * 24).view(3, 5, 24).requires_grad_(),
+        torch.linspace(-3, 3, 3 * 5 * 24).view(24, 5, 3).permute(2, 1, 0),
+        torch.linspace(-3, 3, 3 * 5 * 24).to(torch.bfloat16).view(5, 3, 24).transpose(0, 1),
+        torch.arange(3 * 5 * 48).to(torch.bfloat16).view(3, 5, 48)[..., ::2],
+    ],
+)
+def test_a_copy_is_cast_and_made_contiguous(
+    source: Tensor, in_blocks_of: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint_module, "_CACHED_NBYTES", in_blocks_of)
+    copy = torch.zeros(source.shape, dtype=torch.bfloat16)
+    value = copy_and_fingerprint(copy, source, (4, 9, 24), (1, 2, 0))
+    expected = source.detach().to(torch.bfloat16).contiguous()
+    assert torch.equal(bits(copy), bits(expected)) and not copy.requires_grad
+    assert value == fingerprint(expected, (4, 9, 24), (1, 2, 0))
+
+    monkeypatch.setattr(fingerprint_module, "_STAGED_NBYTES", in_blocks_of)
+    staged = torch.zeros_like(copy)
+    assert fingerprint_module._from_device(staged, source.detach(), (4, 9, 24), (1, 2, 0)) == value
+    assert torch.equal(bits(staged), bits(expected))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_several_threads_come_to_the_same(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(300, 260).to(torch.bfloat16)
+    part = tensor.narrow(dim, 3, 200).contiguous()
+    offsets = (3, 0) if dim == 0 else (0, 3)
+    expected = fingerprint(part, tensor.shape, offsets)
+    monkeypatch.setattr(fingerprint_module, "_NBYTES_PER_THREAD", 1 << 13)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    copy = torch.zeros_like(part)
+    assert copy_and_fingerprint(copy, part, tensor.shape, offsets) == expected
+    assert torch.equal(bits(copy), bits(part))
 
 
 def test_first_byte_counts_in_row_major_order() -> None:
