@@ -5,35 +5,21 @@ from typing import Literal
 
 from torch import Tensor
 
-from forge.rl.loss.ops import aggregate, compute_entropy, compute_logprobs
+from forge.rl.loss.ops import aggregate, masked, per_token
+from forge.rl.loss.token_loss import TokenLoss
 
 
 @dataclass(frozen=True, slots=True)
-class SFTLoss:
+class SFTLoss(TokenLoss):
     """Mean over all target tokens of -w log p(token), in nats: cross-entropy with a weight w for each target,
     which stands where other losses have their advantages (1 in plain text). The divisor is the number of
     targets, whatever their weights, so that neither micro-batches nor ranks change the gradient.
     """
 
-    # Makes the trainer weigh micro-batches by what this loss averages over.
     @property
     def normalize_by(self) -> Literal["tokens"]:
+        """What the loss averages over: a trainer weighs micro-batches by it."""
         return "tokens"
-
-    def __call__(
-        self,
-        logits: Tensor,
-        target_ids: Tensor,
-        advantages: Tensor,
-        generator_logprobs: Tensor,
-        loss_mask: Tensor,
-        ref_logprobs: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """logits [N, T, V]; target_ids, loss_mask [N, T]; advantages: weights [N] or [N, T]; the rest is not
-        read. Returns the loss (a scalar) and its parts, detached."""
-        logprobs = compute_logprobs(logits, target_ids)
-        entropy = compute_entropy(logits.detach())
-        return self.from_logprobs(logprobs, entropy, advantages, generator_logprobs, loss_mask, ref_logprobs)
 
     def from_logprobs(
         self,
@@ -43,11 +29,11 @@ class SFTLoss:
         generator_logprobs: Tensor,
         loss_mask: Tensor,
         ref_logprobs: Tensor | None = None,
+        proximal_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same from the targets' log-probabilities and the entropies [N, T]: no logits need be kept."""
-        weights = advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
-        loss = aggregate(-weights * logprobs, loss_mask, "token_mean")
-        return loss, {
-            "nll": aggregate(-logprobs.detach(), loss_mask, "token_mean"),
-            "entropy": aggregate(entropy.detach(), loss_mask, "token_mean"),
-        }
+        """See TokenLoss: advantages are the weights, the other policies' log-probabilities are not read.
+        Metrics: nll and entropy."""
+        weights, nll = masked(per_token(advantages, logprobs), loss_mask), -masked(logprobs, loss_mask)
+        facts = {"nll": nll.detach(), "entropy": entropy.detach()}
+        metrics = {name: aggregate(fact, loss_mask, "token_mean") for name, fact in facts.items()}
+        return aggregate(weights * nll, loss_mask, "token_mean"), metrics
