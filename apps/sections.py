@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from forge.actors.trainer.lora_options import LoRAOptions
 from forge.actors.trainer.parallelism import ParallelismOptions
 from forge.errors import ConfigError
 
@@ -37,6 +38,7 @@ class OptimizationConfig:
     activation_checkpoint: Literal["none", "selective", "full"] = (
         "none"  # computed again in the backward pass
     )
+    lora: LoRAOptions | None = None  # adapters are trained, and the weights stay; null: the weights are
     compile: bool = False  # each layer, by torch.compile
     cpu_offload: bool = False  # weights and optimizer state wait in host memory
     snapshot_every: int = 25  # steps between two snapshots that a killed trainer goes on from; 0: none
@@ -60,6 +62,7 @@ class ServiceConfig:
     hosts: int | None = None  # hosts of one replica; null: this one
     num_replicas: int = 1  # copies that share the calls
     with_gpus: bool = False  # one GPU for every process
+    shares_gpus_with: str | None = None  # name of the service on whose GPUs it runs; null: on its own
     mesh_name: str | None = None  # name in logs; null: that of the service
     env: dict[str, str] = field(default_factory=dict)  # environment variables of its processes
     min_replicas: int | None = None  # with max_replicas: the number of replicas follows the queue
@@ -93,14 +96,15 @@ class Services:
 class GeneratorConfig:
     """The engine that samples (vLLM)."""
 
-    gpu_memory_utilization: float = 0.8  # share of a GPU's memory for weights and KV cache
+    # Share of a GPU's memory for weights and KV cache; null: 0.8, or 0.4 on GPUs that it shares
+    gpu_memory_utilization: float | None = None
     enforce_eager: bool = False  # true: no compilation and CUDA graphs; starts a minute sooner, runs slower
     max_num_seqs: int = 256  # most completions in progress at a time
     kv_cache_memory_gb: float | None = None  # KV cache in GB; null: derived
     engine: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's engine
 
     def __post_init__(self) -> None:
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
         for name in self.engine:
             if name in ENGINE_KEYS:
@@ -117,6 +121,18 @@ class LoggingConfig:
     wandb: bool = False  # log to Weights & Biases (offline with WANDB_MODE=offline)
     project: str = "forge"  # project there
     run_name: str | None = None  # name of the run there; null: chosen by W&B
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """What a stopped run goes on from, in the folder `checkpoints` of the run."""
+
+    interval: int = 100  # steps between two; 0: only at the end, or when the run is asked to stop
+    keep_latest_k: int = 2  # older ones are deleted
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "interval")
+        at_least(self, 1, "keep_latest_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +177,14 @@ def check_chaos(chaos: ChaosConfig, services: Mapping[str, ServiceConfig]) -> No
             raise ConfigError(f"chaos.kill names {target!r}; there are {', '.join(names)}, or all")
 
 
-def check_batch_size(batch_size: int, data_parallel_size: int, passes: int) -> None:
+def check_batch_size(
+    batch_size: int, data_parallel_size: int, passes: int, *, name: str = "training.batch_size"
+) -> None:
     """Raises ConfigError unless a batch is the same number of sequences for every rank and pass."""
     share = data_parallel_size * passes
     if batch_size % share:
         raise ConfigError(
-            f"training.batch_size {batch_size} can't be split evenly: {data_parallel_size} data-parallel "
+            f"{name} {batch_size} can't be split evenly: {data_parallel_size} data-parallel "
             f"ranks x training.gradient_accumulation_steps {passes} = {share}; make it a multiple of "
             f"{share}, for example {-(-batch_size // share) * share}"
         )
@@ -192,7 +210,11 @@ def trainer_sections(
             "decay": training.lr_decay,
             "min_lr_factor": training.min_lr_factor,
         },
-        "training": {"steps": steps, **{name: getattr(training, name) for name in same}},
+        "training": {
+            "steps": steps,
+            "lora": None if training.lora is None else asdict(training.lora),
+            **{name: getattr(training, name) for name in same},
+        },
         "parallelism": asdict(parallelism),
     }
 
@@ -201,15 +223,18 @@ def engine_config(
     folder: str, generator: GeneratorConfig, service: ServiceConfig, training: OptimizationConfig
 ) -> dict[str, Any]:
     """vLLM's arguments: what other keys decide, then what the user sets."""
-    derived = {
+    is_shared = service.with_gpus and service.shares_gpus_with is not None
+    derived: dict[str, Any] = {
         "model": folder,
         "dtype": training.dtype,
         "max_model_len": training.seq_len,
         "tensor_parallel_size": service.num_procs,
         "enforce_eager": generator.enforce_eager,
         "max_num_seqs": generator.max_num_seqs,
-        "gpu_memory_utilization": generator.gpu_memory_utilization,
+        "gpu_memory_utilization": generator.gpu_memory_utilization or (0.4 if is_shared else 0.8),
     }
+    if is_shared:
+        derived["enable_sleep_mode"] = True
     if generator.kv_cache_memory_gb is not None:
         derived["kv_cache_memory_bytes"] = int(generator.kv_cache_memory_gb * 1e9)
     return {**derived, **generator.engine}

@@ -50,6 +50,7 @@ fi
 echo "install: forge[$variant,$extras] into .venv (about 3 minutes the first time)"
 .venv/bin/uv pip install --compile-bytecode --python .venv/bin/python "${overrides[@]}" "${backend[@]}" -e ".[$variant,$extras]" ||
     fail "the packages could not be installed; the lines above say which one was not found"
-.venv/bin/python -c "import torch, forge, vllm" || fail "installed, but 'import torch, forge, vllm' fails: run .venv/bin/python -m forge.doctor"
+# The kernel is compiled when it is first imported, and kept.
+.venv/bin/python -c "import torch, forge, vllm, forge.weights._fingerprint_kernel" || fail "installed, but 'import torch, forge, vllm' fails: run .venv/bin/python -m forge.doctor"
 echo "$wanted" >"$stamp"
 echo "install: done"

@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from apps.grpo.algorithm_config import AlgorithmConfig
+from apps.grpo.data_config import DatasetConfig, EvaluationConfig
+from apps.grpo.loop_config import BufferConfig, MaxPolicyAge, StalenessConfig, TrainingConfig
+from apps.grpo.machine_config import PolicyConfig, ServicesConfig, WeightsConfig
+from apps.grpo.teacher import check_teaching
 from apps.sections import (
     ChaosConfig,
-    GeneratorConfig,
+    CheckpointConfig,
     LauncherConfig,
     LoggingConfig,
-    OptimizationConfig,
-    ServiceConfig,
-    Services,
     above_zero,
     at_least,
     check_batch_size,
@@ -21,94 +23,13 @@ from apps.sections import (
 from forge.actors.trainer.parallelism import ParallelismOptions
 from forge.config import Loaded, load
 from forge.errors import ConfigError
+from forge.rl.checks import CheckOptions
+from forge.runs import LAST
+
+if TYPE_CHECKING:
+    from apps.grpo.algorithm import Algorithm
 
 DEFAULT_CONFIG = Path(__file__).parent / "smollm2_135m.yaml"
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetConfig:
-    """Where prompts and their targets come from."""
-
-    path: str = "openai/gsm8k"  # on the Hugging Face hub; or a .jsonl or .parquet file; or reasoning_gym/TASK
-    name: str | None = None  # subset of a hub dataset ("main" for gsm8k)
-    split: str = "train"  # split of a hub dataset
-    streaming: bool = False  # read a hub dataset while training instead of downloading it first
-    prompt_column: str = "question"  # column that holds the prompt
-    target_column: str = "answer"  # column that holds what the reward compares with
-    system_prompt: str | None = None  # put before every prompt by the chat template
-    options: dict[str, Any] | None = None  # arguments of a reasoning-gym task
-
-    def __post_init__(self) -> None:
-        if self.options and not self.path.startswith("reasoning_gym/"):
-            raise ConfigError(
-                f"options are arguments of a reasoning-gym task, but dataset.path is {self.path!r}: set "
-                "them to null, or choose a path like reasoning_gym/chain_sum"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingConfig(OptimizationConfig):
-    """The optimizer's side of a step, and what it has to do with the generator."""
-
-    batch_size: int = 8  # prompts of one optimizer step over all ranks; each gives grpo.n_samples completions
-    sync_interval: int = 1  # optimizer steps between two updates of the generator's weights
-    entropy_coef: float = 0.0  # weight of the entropy bonus in the loss, per nat
-
-    def __post_init__(self) -> None:
-        OptimizationConfig.__post_init__(self)
-        at_least(self, 1, "batch_size", "sync_interval")
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmConfig:
-    """GRPO itself (arXiv 2402.03300) and the sampling it learns from."""
-
-    n_samples: int = 8  # completions of one prompt, compared with each other
-    clip_low: float = 0.2  # the importance ratio is clipped below 1 - clip_low
-    clip_high: float = 0.28  # ... and above 1 + clip_high
-    beta: float = 0.1  # weight of the KL term towards the reference model, per nat
-    agg_type: Literal["fixed_horizon", "token_mean", "sequence_mean"] = "fixed_horizon"  # mean over tokens
-    temperature: float = 1.0  # of the sampling
-    max_tokens: int = 512  # longest completion, in tokens
-
-    def __post_init__(self) -> None:
-        if self.n_samples < 2:
-            raise ConfigError(
-                f"n_samples must be at least 2, got {self.n_samples}: advantages compare completions of one "
-                "prompt"
-            )
-        if not 0 <= self.clip_low <= 1:
-            raise ConfigError(f"clip_low must lie in [0, 1], got {self.clip_low}")
-        at_least(self, 0, "clip_high", "beta")
-        at_least(self, 1, "max_tokens")
-        above_zero(self, "temperature")
-
-
-@dataclass(frozen=True, slots=True)
-class ServicesConfig(Services):
-    """The actors of the run."""
-
-    generator: ServiceConfig = field(default_factory=ServiceConfig)  # procs: its tensor-parallel size
-    trainer: ServiceConfig = field(default_factory=ServiceConfig)  # procs: all degrees multiplied
-    ref_model: ServiceConfig | None = None  # null or left out: no reference model
-    reward: ServiceConfig = field(default_factory=ServiceConfig)
-    advantages: ServiceConfig = field(default_factory=ServiceConfig)
-    dataset: ServiceConfig = field(default_factory=ServiceConfig)
-    replay_buffer: ServiceConfig = field(default_factory=ServiceConfig)
-
-    def __post_init__(self) -> None:
-        if self.trainer.num_replicas != 1:
-            raise ConfigError(
-                f"trainer.num_replicas must be 1, got {self.trainer.num_replicas}: there is one trainer; "
-                "give it more procs, or set parallelism.data_parallel_replicate_degree"
-            )
-        for name in ("dataset", "replay_buffer"):
-            service: ServiceConfig = getattr(self, name)
-            copies = service.num_procs * service.num_replicas
-            if copies != 1:
-                raise ConfigError(
-                    f"{name} must be one process, got {copies}: copies would not share their contents"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +37,34 @@ class GRPOConfig:
     """A whole run."""
 
     model: str  # hf://ORG/NAME, ORG/NAME, a local folder, a GGUF file, or pkg://PACKAGE/FILE.gguf
-    steps: int = 100  # optimizer steps
+    steps: int = 100  # each trains on one batch
     seed: int = 0  # of the order of the data, the sampling and the initialisation
     output_dir: str = "outputs/grpo"  # folder for metrics, the report and the trained model
-    rollout_threads: int = 8  # rollouts at a time; each is one prompt with its completions
-    max_policy_age: int = 1  # optimizer steps that the policy of an episode may lag behind the trainer
+    resume: str | None = None  # the folder of a run to go on with, or "last": the newest in output_dir
+    record: bool = False  # keep each step's episodes in the folder of the run, for replay
+    replay: str | None = None  # folder or file of recorded episodes to train on, without generators
+    rollout_only: bool = False  # measure and record rollouts of the model as it is, without a trainer
+    colocate: bool | None = None  # all models take turns on the trainer's GPUs; null: if there are too few
+    # Rollouts at a time, each one prompt with its completions. Three times as many as fit into the generators
+    # (replicas * max_num_seqs / n_samples) keep these full; how far they run ahead is up to max_policy_age
+    rollout_threads: int = 8
+    # Steps that the policy of an episode may lag behind the trainer. 0: rollouts and steps take turns. auto:
+    # as many as keep the batches good to learn from, at most staleness.limit
+    max_policy_age: MaxPolicyAge = 1
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checks: CheckOptions = field(default_factory=CheckOptions)
+    loss: str | dict[str, Any] = "grpo"  # a name or a class, MODULE.CLASS; or {name: that, ARGUMENT: VALUE}
     grpo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    teacher: str | None = None  # a model, in the place of the reference: learnt from instead of the rewards
     parallelism: ParallelismOptions = field(default_factory=ParallelismOptions)
     services: ServicesConfig = field(default_factory=ServicesConfig)
-    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    generator: PolicyConfig = field(default_factory=PolicyConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
@@ -134,31 +72,107 @@ class GRPOConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "rollout_threads")
-        at_least(self, 0, "seed", "max_policy_age")
+        at_least(self, 0, "seed")
         if self.stall_timeout_s is not None:
             above_zero(self, "stall_timeout_s")
-        passes = self.training.gradient_accumulation_steps
-        check_batch_size(self.training.batch_size, self.data_parallel_size, passes)
+        if (hosts := self.weights.hosts) is not None and hosts >= self.launcher.num_hosts:
+            raise ConfigError(
+                f"weights.hosts {hosts} leaves none of {self.launcher.num_hosts} hosts for the services: set "
+                f"launcher.num_hosts to {hosts + 1} or more"
+            )
+        self._check_parts()
         self._check_lengths()
+        self._check_mode()
         check_chaos(self.chaos, self.services.present())
-        if self.grpo.beta > 0 and self.services.ref_model is None:
-            raise ConfigError(
-                f"grpo.beta is {self.grpo.beta}, but there is no reference model: add services.ref_model, or "
-                "set grpo.beta to 0"
-            )
-        if self.max_policy_age < self.training.sync_interval - 1:
-            raise ConfigError(
-                f"max_policy_age {self.max_policy_age} is too small for training.sync_interval "
-                f"{self.training.sync_interval}: the policy is up to {self.training.sync_interval - 1} steps "
-                f"old before each update; set max_policy_age to {self.training.sync_interval - 1} or more"
-            )
+        self._check_algorithm(self.algorithm())
+        self._check_age()
 
     @property
     def data_parallel_size(self) -> int:
         """Ranks of the trainer that read different data."""
         return self.parallelism.dp_size(self.services.trainer.num_procs, "services.trainer")
 
+    @property
+    def age_limit(self) -> int:
+        """Versions that the policy of an episode may be behind the trainer, whatever the loop makes of it."""
+        return self.staleness.limit if self.max_policy_age == "auto" else self.max_policy_age
+
+    def algorithm(self) -> "Algorithm":
+        """The algorithm that the keys ask for, made anew."""
+        from apps.grpo.algorithm import algorithm_of  # takes a second: torch
+
+        return algorithm_of(self.loss, self.grpo, has_teacher=self.teacher is not None)
+
+    def _check_algorithm(self, algorithm: "Algorithm") -> None:
+        beta, has_reference = algorithm.beta, self.services.ref_model is not None
+        if self.teacher is not None:
+            check_teaching(self.grpo, algorithm, has_reference)
+        elif beta > 0 and not has_reference:
+            raise ConfigError(
+                f"the loss has a beta of {beta}, but there is no reference model: add services.ref_model, or "
+                "set grpo.beta to 0"
+            )
+        elif self.grpo.n_samples < 2 and algorithm.recipe.compares:
+            raise ConfigError(
+                f"grpo.n_samples must be at least 2, got {self.grpo.n_samples}: loss, baseline or dynamic "
+                "sampling compare completions of one prompt"
+            )
+
+    def _check_age(self) -> None:
+        interval, limit = self.training.sync_interval, self.age_limit
+        if self.max_policy_age == "auto" and limit < interval:
+            raise ConfigError(
+                f"staleness.limit {limit} is below training.sync_interval {interval}: max_policy_age auto "
+                "begins with rollouts that far ahead; set it to that or more"
+            )
+        if limit < 0:
+            raise ConfigError(f"max_policy_age must be at least 0, or auto, got {limit}")
+        if limit < interval - 1:
+            raise ConfigError(
+                f"max_policy_age {limit} is too small for training.sync_interval {interval}: the policy is "
+                f"up to {interval - 1} steps old before each update; set max_policy_age to {interval - 1} or "
+                "more"
+            )
+
+        if self.buffer.reuse > limit + 1:
+            raise ConfigError(
+                f"buffer.reuse {self.buffer.reuse} needs episodes of up to {self.buffer.reuse - 1} steps "
+                f"ago, and they may be {limit} old: raise max_policy_age or set it to {limit + 1}"
+            )
+
+    def _check_parts(self) -> None:
+        training = self.training
+        check_batch_size(training.batch_size, self.data_parallel_size, training.gradient_accumulation_steps)
+        if training.batch_size % training.minibatches:
+            raise ConfigError(
+                f"training.batch_size {training.batch_size} can't be split into training.minibatches "
+                f"{training.minibatches} equal parts: make it a multiple"
+            )
+        check_batch_size(
+            training.batch_size // training.minibatches,
+            self.data_parallel_size,
+            training.gradient_accumulation_steps,
+            name="training.batch_size / training.minibatches",
+        )
+
+    def _check_mode(self) -> None:
+        if self.rollout_only and self.replay is not None:
+            raise ConfigError(
+                "rollout_only trains nothing and replay generates nothing: leave one of them out"
+            )
+        if self.resume is not None and (self.rollout_only or self.replay is not None):
+            raise ConfigError(
+                "resume goes on with a run that generates and trains: leave it out with replay and "
+                "rollout_only"
+            )
+
     def _check_lengths(self) -> None:
+        evaluated = self.evaluation.max_tokens or 0
+        if evaluated >= self.training.seq_len:
+            raise ConfigError(
+                f"evaluation.max_tokens {evaluated} leaves no room for a prompt in training.seq_len "
+                f"{self.training.seq_len}: raise seq_len or lower max_tokens"
+            )
         if self.grpo.max_tokens >= self.training.seq_len:
             raise ConfigError(
                 f"grpo.max_tokens {self.grpo.max_tokens} leaves no room for a prompt in training.seq_len "
@@ -170,6 +184,20 @@ SHORTHANDS = {f.name: f"services.{f.name}" for f in fields(ServicesConfig)}
 """On the command line `--trainer.procs 4` is short for `--services.trainer.procs 4`."""
 
 
+ALIASES = {
+    **{f"grpo.{name}": f"loss.{name}" for name in ("clip_low", "clip_high", "beta", "agg_type")},
+    "training.entropy_coef": "loss.entropy_coef",
+}
+"""Other spellings of the loss's arguments, in files and on the command line."""
+
+
 def load_config(argv: Sequence[str]) -> Loaded[GRPOConfig]:
     """The configuration that the command line asks for; see `forge.config.load`."""
-    return load(GRPOConfig, argv, default_config=DEFAULT_CONFIG, shorthands=SHORTHANDS)
+    return load(
+        GRPOConfig,
+        argv,
+        default_config=DEFAULT_CONFIG,
+        shorthands=SHORTHANDS,
+        aliases=ALIASES,
+        alone={"resume": LAST},
+    )

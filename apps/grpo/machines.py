@@ -1,111 +1,149 @@
 """Everything that runs in a GRPO run, and how each is made from the configuration."""
 
 import asyncio
-from dataclasses import asdict, dataclass
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from apps import machines
+from apps.grpo.actors import (
+    CLASSES,
+    start_advantages,
+    start_buffer,
+    start_dataset,
+    start_generator,
+    start_reference,
+    start_reward,
+    start_trainer,
+)
+from apps.grpo.algorithm import Algorithm
+from apps.grpo.colocation import COLOCATED, colocated, in_turn
 from apps.grpo.config import GRPOConfig
-from apps.sections import engine_config, trainer_sections, where
-from forge.actors.generator import Generator
-from forge.actors.reference_model import ReferenceModel
-from forge.actors.replay_buffer import ReplayBuffer
-from forge.actors.trainer import TitanTrainer
-from forge.controller import ActorHandle, ForgeActor, Runtime, Service
-from forge.data import assets
-from forge.data.dataset import DatasetActor
-from forge.data.rewards import MathReward
-from forge.rl.grading import ComputeAdvantages, RewardActor
-from forge.rl.loss import GRPOLoss
+from apps.grpo.models import check_models, fetch_models
+from apps.grpo.resume import ResumePoint
+from forge.controller import ActorHandle, Runtime, Service
+from forge.data_models import Completion
+from forge.observability import record
+from forge.rl.advantage import has_variance
+from forge.rl.checks import Checks
+from forge.rl.colocation import Colocation
+from forge.rl.staleness import AdaptiveAge
+
+logger = logging.getLogger(__name__)
+
+BEGINNING = ResumePoint()
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The actors and services of the loop."""
+    """The actors and services of the loop, and what it goes by."""
 
+    algorithm: Algorithm
+    checks: Checks
+    bound: AdaptiveAge | None  # None: max_policy_age is a number
     dataset: ActorHandle
     policy: Service
     reward: Service
-    ref_model: Service | None
+    ref_model: Service | None  # or the teacher
     advantages: Service
     buffer: ActorHandle
-    trainer: ActorHandle
+    trainer: ActorHandle  # None where only rollouts are made
+    colocation: Colocation
+
+    def is_useful(self, number: int, completions: list[Completion], rewards: list[float]) -> bool:
+        """Whether there is something to learn from these answers to the question of this number."""
+        if not self.checks.group(number, completions, rewards):
+            return False
+        if has_variance(rewards) or not self.algorithm.recipe.dynamic_sampling:
+            return True
+        record("reward", zero_variance_groups=1.0)  # `advantages` counts those that are not given up
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on, and no actor has."""
+        bound = None if self.bound is None else self.bound.state_dict()
+        return {"algorithm": self.algorithm.state_dict(), "checks": self.checks.state_dict(), "bound": bound}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.checks.load_state_dict(state["checks"])
+        if self.bound is not None:
+            self.bound.load_state_dict(state["bound"])
 
 
-async def start(config: GRPOConfig, bad_batches: Path | None = None) -> Machines:
+async def start(
+    config: GRPOConfig,
+    folder: Path | None = None,
+    point: ResumePoint = BEGINNING,
+    without: Collection[str] = (),
+) -> Machines:
     """Starts all machines at once; the first error is raised.
 
-    bad_batches: where the trainer writes batches whose step it skips; None: to files that go with the run.
+    folder: of the run, for checkpoints, and batches whose step is skipped; None: there are no checkpoints.
+    point: where the run goes on. without: fields of Machines that are left out.
     """
-    folder = str(await asyncio.to_thread(assets.fetch, config.model))
-    services, training, grpo = config.services, config.training, config.grpo
-    model = {"hf_assets_path": folder}
-    await asyncio.to_thread(machines.check_model, Path(folder), config.parallelism, config.training.seq_len)
+    model, judge = await asyncio.to_thread(fetch_models, config)
+    config = await asyncio.to_thread(colocated, config)
+    if config.colocate:
+        logger.warning(COLOCATED)
+    if config.weights.hosts is not None:
+        await machines.open_weight_store(config.weights.hosts)
     Runtime.current().check_gpus(machines.options_of(CLASSES, config.services.present()))
-    loss = GRPOLoss(
-        clip_low=grpo.clip_low,
-        clip_high=grpo.clip_high,
-        beta=grpo.beta,
-        agg_type=grpo.agg_type,
-        horizon=grpo.max_tokens,
-        entropy_coef=training.entropy_coef,
-    )
-    sections = trainer_sections(training, config.parallelism, config.steps)
-    if bad_batches is not None:
-        sections["training"]["bad_batch_folder"] = str(bad_batches.absolute())
-    starts = {
-        "dataset": DatasetActor.options(**where(services.dataset, "dataset")).as_actor(
-            **asdict(config.dataset), tokenizer=folder, seed=config.seed
-        ),
-        "policy": Generator.options(**where(services.generator, "generator")).as_service(
-            engine_config=engine_config(folder, config.generator, services.generator, training),
-            sampling_config={
-                "n": grpo.n_samples,
-                "max_tokens": grpo.max_tokens,
-                "temperature": grpo.temperature,
-            },
-            seed=config.seed,
-        ),
-        "reward": RewardActor.options(**where(services.reward, "reward")).as_service(
-            reward_functions=[MathReward()]
-        ),
-        "advantages": ComputeAdvantages.options(**where(services.advantages, "advantages")).as_service(),
-        "buffer": ReplayBuffer.options(**where(services.replay_buffer, "replay_buffer")).as_actor(
-            batch_size=training.batch_size * grpo.n_samples // config.data_parallel_size,
-            max_policy_age=config.max_policy_age,
-            dp_size=config.data_parallel_size,
-            sync_interval=training.sync_interval,
-        ),
-        "trainer": TitanTrainer.options(**where(services.trainer, "trainer")).as_actor(
-            model=model,
-            **sections,
-            loss=loss,
-            seed=config.seed,
-        ),
+    algorithm = config.algorithm()
+    starts: dict[str, Callable[[], Awaitable[Any]]] = {
+        "dataset": partial(start_dataset, config, model),
+        "policy": partial(start_generator, config, model, point.step),
+        "reward": partial(start_reward, config),
+        "advantages": partial(start_advantages, config, algorithm),
+        "buffer": partial(start_buffer, config, algorithm),
+        "trainer": partial(start_trainer, config, algorithm, model, folder, point.num_updates),
     }
-    if services.ref_model is not None:
-        starts["ref_model"] = ReferenceModel.options(**where(services.ref_model, "ref_model")).as_service(
-            model=model,
-            training={name: getattr(training, name) for name in ("seq_len", "dtype", "max_tokens_per_pass")},
-            parallelism={"data_parallel_shard_degree": services.ref_model.num_procs},
-        )
-    started = await asyncio.gather(*starts.values())
-    return Machines(**{"ref_model": None, **dict(zip(starts, started, strict=True))})
+    if config.services.ref_model is not None:
+        starts["ref_model"] = partial(start_reference, config, config.services.ref_model, judge)
+    actors: dict[str, Any] = dict.fromkeys(("ref_model", *without))
+    for names in in_turn([name for name in starts if name not in without], config):
+        started = await asyncio.gather(*(starts[name]() for name in names))
+        actors |= dict(zip(names, started, strict=True))
+    shared = (actors[name] for name in ("policy", "trainer", "ref_model"))
+    colocation = Colocation(*shared, is_on=config.colocate is True)
+    return Machines(algorithm, checks_of(config), bound_of(config), **actors, colocation=colocation)
 
 
-CLASSES: dict[str, type[ForgeActor]] = {  # of each service
-    "generator": Generator,
-    "trainer": TitanTrainer,
-    "ref_model": ReferenceModel,
-    "reward": RewardActor,
-    "advantages": ComputeAdvantages,
-    "dataset": DatasetActor,
-    "replay_buffer": ReplayBuffer,
-}
+def checks_of(config: GRPOConfig) -> Checks:
+    """The invariants of this run."""
+    return Checks(
+        config.checks,
+        max_tokens=config.grpo.max_tokens,
+        seq_len=config.training.seq_len,
+        max_policy_age=config.age_limit,
+        reuse=config.buffer.reuse,
+        dtype=config.training.dtype,
+        teacher=config.teacher is not None,
+    )
+
+
+def bound_of(config: GRPOConfig) -> AdaptiveAge | None:
+    """How far rollouts may run ahead, where that is for the loop to find out."""
+    if config.max_policy_age != "auto":
+        return None
+    return AdaptiveAge(config.staleness.limit, config.training.sync_interval)
 
 
 def placement(config: GRPOConfig) -> str:
-    """A table of where every replica runs and what it takes; a model in a local folder is checked, too."""
-    if Path(config.model).is_dir():
-        machines.check_model(Path(config.model), config.parallelism, config.training.seq_len)
-    return machines.placement(config.launcher, machines.options_of(CLASSES, config.services.present()))
+    """A table of where every replica runs and what it takes; models in local folders are checked, too."""
+    folder, judge = Path(config.model), Path(config.teacher or config.model)
+    if folder.is_dir():
+        check_models(config, folder, judge if judge.is_dir() else None)
+    config = colocated(config)
+    options = machines.options_of(CLASSES, config.services.present())
+    table = machines.placement(config.launcher, options, config.weights.hosts or 0)
+    return f"{table}\n{COLOCATED}" if config.colocate else table
+
+
+def plan(config: GRPOConfig) -> str:
+    """What a run would do and where: its algorithm, with all that its keys leave open, and its placement."""
+    return f"{config.algorithm().described()}\n\n{placement(config)}"

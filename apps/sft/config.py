@@ -1,12 +1,13 @@
 """Every key of an SFT run: its default, its unit, and what it must agree with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from apps.sections import (
     ChaosConfig,
+    CheckpointConfig,
     GeneratorConfig,
     LauncherConfig,
     LoggingConfig,
@@ -20,6 +21,7 @@ from apps.sections import (
 from forge.actors.trainer.parallelism import ParallelismOptions
 from forge.config import Loaded, load
 from forge.errors import ConfigError
+from forge.runs import LAST
 
 DEFAULT_CONFIG = Path(__file__).parent / "smollm2_135m.yaml"
 
@@ -75,18 +77,6 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointConfig:
-    """What a stopped run goes on from, in the folder `checkpoints` of the run."""
-
-    interval: int = 100  # steps between two; 0: only when the run is stopped by Ctrl-C or SIGTERM
-    keep_latest_k: int = 2  # older ones are deleted
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "interval")
-        at_least(self, 1, "keep_latest_k")
-
-
-@dataclass(frozen=True, slots=True)
 class ServicesConfig(Services):
     """The actors of the run."""
 
@@ -115,6 +105,9 @@ class SFTConfig:
     resume: str | None = None  # the folder of a run to go on with, or "last": the newest in output_dir
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    loss: str | dict[str, Any] = (
+        "sft"  # or a class of your own, MODULE.CLASS; or {name: that, ARGUMENT: VALUE}
+    )
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     parallelism: ParallelismOptions = field(default_factory=ParallelismOptions)
@@ -138,6 +131,19 @@ class SFTConfig:
                 f"{self.data_parallel_size} data-parallel ranks: make it {self.data_parallel_size} or more"
             )
         check_chaos(self.chaos, self.present())
+        self.make_loss()
+
+    def make_loss(self) -> Callable[..., Any]:
+        """The loss that is asked for. Raises ConfigError for one that learns from samples of a policy."""
+        from forge.rl.loss import LOSSES, SFTLoss, make_loss  # takes a second: torch
+
+        loss = make_loss(self.loss)
+        if type(loss) in {kind for kind, _ in LOSSES.values()} - {SFTLoss}:
+            raise ConfigError(
+                f"loss {self.loss!r} compares the policy with the one that sampled its data, and no policy "
+                "sampled this: set loss to sft, or to a class of your own"
+            )
+        return loss
 
     def present(self) -> dict[str, ServiceConfig]:
         """The services that run, by name: no generator where there is no question to answer."""
@@ -158,4 +164,4 @@ SHORTHANDS = {f.name: f"services.{f.name}" for f in fields(ServicesConfig)}
 
 def load_config(argv: Sequence[str]) -> Loaded[SFTConfig]:
     """The configuration that the command line asks for; see `forge.config.load`."""
-    return load(SFTConfig, argv, default_config=DEFAULT_CONFIG, shorthands=SHORTHANDS)
+    return load(SFTConfig, argv, default_config=DEFAULT_CONFIG, shorthands=SHORTHANDS, alone={"resume": LAST})

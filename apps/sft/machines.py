@@ -15,7 +15,6 @@ from forge.data.chat_dataset import ChatDataset, ChatSizes, Question
 from forge.data.rows import Position
 from forge.data_models import TextTrainBatch
 from forge.errors import ConfigError
-from forge.rl.loss import SFTLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ async def start_trainer(config: SFTConfig, folder: str, num_steps: int, checkpoi
         model={"hf_assets_path": folder},
         **trainer_sections(config.training, config.parallelism, num_steps),
         checkpoint={"folder": str(checkpoints.absolute()), **asdict(config.checkpoint)},
-        loss=SFTLoss(),
+        loss=config.make_loss(),
         seed=config.seed,
     )
 

@@ -104,9 +104,7 @@ async def main(config: SFTConfig, run: Run) -> None:
         if place.step > 0:
             await save(m, run, place)
     if stop.asked:
-        saved = f"saved after step {place.step}: --resume {run.folder} goes on"
-        print(saved if place.step else "not saved: no step was done", flush=True)
-        raise asyncio.CancelledError
+        run.interrupted()
     await m.trainer.export.call(str(run.folder / "model"))
 
 

@@ -19,9 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rival_env import trl_python
+
 ROOT = Path(__file__).parents[2]
-RIVAL_ENV = ROOT / ".bench/trl"
-TRL = "1.16.0"
 sys.path.insert(0, str(ROOT))  # for the app's configuration
 GOALS = {"samples_per_s": 3.0}
 
@@ -90,21 +90,11 @@ def dataset_settings() -> dict[str, Any]:
 
 
 def run_trl(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    python = RIVAL_ENV / "bin/python"
-    if not python.exists():
-        print(f"installing TRL {TRL} into {RIVAL_ENV.relative_to(ROOT)}", flush=True)
-        uv = ROOT / ".venv/bin/uv"
-        torch = version_of("torch")
-        overrides = folder / "overrides.txt"
-        overrides.write_text(f"torch=={torch}\n")
-        links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS", "")
-        env = {**os.environ, "UV_FIND_LINKS": links.replace(" ", ",")}
-        subprocess.run([uv, "venv", "-q", "--python", sys.executable, RIVAL_ENV], check=True)
-        install = [uv, "pip", "install", "-q", "--python", python, "--override", overrides]
-        subprocess.run([*install, f"trl=={TRL}", f"torch=={torch}"], env=env, check=True)
     path, out = folder / "settings.json", folder / "trl.jsonl"
     path.write_text(json.dumps({**settings, "output_dir": str(folder / "trl")}))
-    peak = run_measured("TRL", [python, ROOT / "scripts/bench/trl_rival.py", path, out], folder / "trl.log")
+    peak = run_measured(
+        "TRL", [trl_python(), ROOT / "scripts/bench/trl_rival.py", path, out], folder / "trl.log"
+    )
     lines = read_lines(out)
     steps = [{**line, "seconds": line["time"] - before["time"]} for before, line in pairwise(lines)]
     return {"steps": steps, "peak_gb": peak}
@@ -125,6 +115,8 @@ def run_forge(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         "grpo.temperature": settings["temperature"],
         "grpo.beta": settings["beta"],
         "rollout_threads": settings["batch_size"],
+        "evaluation.every": 0,
+        "checkpoint.interval": 0,
         "seed": settings["seed"],
     }
     command = [sys.executable, "-m", "apps.grpo.main", "--config", ROOT / "apps/grpo/smollm2_135m.yaml"]
@@ -184,12 +176,6 @@ def memory_of_tree(root: int) -> float:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def version_of(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
 
 
 def smoothed(steps: list[dict[str, Any]], window: int = 5) -> list[float]:

@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-RIVAL_ENV = ROOT / ".bench/ray"
+from rival_env import rival_python
+
 RAY = "2.56.0"
 NUM_CALLERS = 64
 REPLICAS = (1, 4)
@@ -67,7 +67,7 @@ def main() -> None:
     rounds, seconds = (2, 0.3) if args.quick else (args.rounds, args.seconds)
     cells = [Cell(size, num, seconds) for num in REPLICAS for size in SIZES]
     with tempfile.TemporaryDirectory(prefix="bench") as folder:
-        make_ray_environment()
+        ray_python()  # installed before anything is measured
         asyncio.run(compare(cells, rounds, Path(folder)))
     from forge.controller import Runtime
 
@@ -165,14 +165,8 @@ async def measure(call: Call, cell: Cell) -> Figures:
 # -- Ray, in a process of its own ----------------------------------------------------------------------------
 
 
-def make_ray_environment() -> None:
-    python = RIVAL_ENV / "bin/python"
-    if python.exists():
-        return
-    print(f"installing Ray {RAY} into {RIVAL_ENV.relative_to(ROOT)}", flush=True)
-    uv = ROOT / ".venv/bin/uv"
-    subprocess.run([uv, "venv", "-q", "--python", sys.executable, RIVAL_ENV], check=True)
-    subprocess.run([uv, "pip", "install", "-q", "--python", python, f"ray=={RAY}"], check=True)
+def ray_python() -> Path:
+    return rival_python("ray", [f"ray=={RAY}"])
 
 
 class RayProcess:
@@ -199,7 +193,7 @@ async def ray_process(folder: Path) -> AsyncIterator[RayProcess]:
     log = folder / "ray.log"
     with log.open("w") as errors:
         process = await asyncio.create_subprocess_exec(
-            *(str(RIVAL_ENV / "bin/python"), __file__, "--serve-ray"),
+            *(str(ray_python()), __file__, "--serve-ray"),
             env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(folder)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

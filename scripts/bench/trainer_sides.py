@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forge.actors.trainer.memory import keep_freed_memory
+from forge.actors.memory import keep_freed_memory
 from forge.data_models import Completion
 from forge.rl.collate import pack_completions
 from forge.rl.loss import GRPOLoss

@@ -2,13 +2,14 @@
 
 import asyncio
 import dataclasses
+import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Literal, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from forge.config import Loaded, describe
 from forge.controller import Runtime
@@ -22,7 +23,7 @@ from forge.observability.report import draw_report, read_metrics, summarize
 from forge.observability.tracker import Sink, Tracker
 from forge.observability.view import RL_VIEW, View
 from forge.observability.wandb import WandbSink
-from forge.runs import CONFIG, earlier_folder, lock, new_folder
+from forge.runs import CONFIG, earlier_folder, has_checkpoint, lock, new_folder
 
 
 class LoggingConfig(Protocol):
@@ -108,14 +109,15 @@ class Run:
         self._tracker = Tracker(sinks)
         self._config = config
         self._view = view
+        self.step = 0  # the last one that was reported
         self._has_started = False
         self._earlier: dict[str, float] = {}  # what the next row had before the run was stopped
         self._chaos: Chaos | None = None
         self._killing: asyncio.Task[None] | None = None
         self._last = time.perf_counter()
 
-    async def report(self, step: int) -> None:
-        """Collects what all processes recorded since the last step and hands it to every sink."""
+    async def report(self, step: int) -> dict[str, float]:
+        """Collects what all processes recorded since the last step, hands it to every sink and returns it."""
         values = await Runtime.current().drain_metrics()
         now = time.perf_counter()
         values["time/step_s"] = now - self._last
@@ -125,8 +127,13 @@ class Run:
         tokens_per_s = self._view.tokens_per_s(values)
         if tokens_per_s is not None:
             values["throughput/tokens_per_s"] = tokens_per_s
-        self._tracker.log(step, {**self._earlier, **values})
+        row = {**self._earlier, **values}
+        if self._earlier:
+            rewind(self.folder / METRICS, step - 1)
+        self._tracker.log(step, row)
         self._earlier = {}
+        self.step = step
+        return row
 
     def started(self, *, steps: int | None = None, done: int = 0) -> None:
         """Steps are timed from here on: what came before was the start of the machines.
@@ -136,6 +143,7 @@ class Run:
         """
         self._last = time.perf_counter()
         self._has_started = True
+        self.step = done
         if steps is not None:
             self._console.expect(steps)
         if self.resumed:
@@ -151,21 +159,32 @@ class Run:
 
     def reopen(self, step: int, metric: str) -> bool:
         """Whether the last step of a run that is resumed lacks this metric, since the run was stopped before
-        it was measured. Its row is then taken back, and written again by the next `report`."""
+        it was measured. The next `report` then writes its row anew; until then a kill loses nothing."""
         rows = [row for row in read_metrics(self.folder / METRICS) if row["step"] == step]
         if any(metric in row for row in rows):
             return False
         for row in rows:
             self._earlier = {name: value for name, value in row.items() if name not in ("step", "time")}
-        self._rewind(step - 1)
+        rewind(self.folder / SAMPLES, step - 1)
         return True
+
+    def interrupted(self) -> NoReturn:
+        """The end of a run that was asked to stop, and is saved, unless nothing has been learnt."""
+        saved = f"saved after step {self.step}: --resume {self.folder} goes on"
+        print(saved if has_checkpoint(self.folder) else "not saved: no update was done", flush=True)
+        raise asyncio.CancelledError
 
     def _rewind(self, step: int) -> None:
         for file in (METRICS, SAMPLES):
             rewind(self.folder / file, step)
 
     def _write_config(self, config: AppConfig) -> None:
-        (self.folder / CONFIG).write_text(describe(config))
+        """As a new run of the same would be asked for; whole or not at all, since a resume reads it."""
+        if isinstance(config, ResumableConfig):
+            config = dataclasses.replace(config, resume=None)  # pyright: ignore[reportArgumentType]
+        new = self.folder / f"{CONFIG}.new"
+        new.write_text(describe(config))
+        os.replace(new, self.folder / CONFIG)
 
     def close(self) -> None:
         """Ends the output; draws the report when there was a step."""

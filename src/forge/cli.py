@@ -1,6 +1,7 @@
-"""`forge COMMAND`: what can be asked of this machine, and of a run that is under way on it."""
+"""`forge COMMAND`: what can be asked of this machine, of a run that is under way on it, or of its record."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     why.set_defaults(run=lambda options: run_why(options.pid))
     doctor = commands.add_parser("doctor", help="versions, devices and transports of this machine")
     doctor.set_defaults(run=lambda _: run_doctor())
+    replay = commands.add_parser("replay", help="one recorded training step again, token by token")
+    replay.add_argument("--run", type=Path, required=True, metavar="DIR", dest="folder", help="of the run")
+    replay.add_argument("--step", type=int, required=True, metavar="N", help="the step, from 1")
+    replay.add_argument("--tokens", type=int, default=100, metavar="K", help="tokens to print (100)")
+    replay.add_argument("--json", type=Path, metavar="FILE", help="where all tokens and metrics go")
+    replay.set_defaults(run=lambda o: run_replay(o.folder, o.step, num_tokens=o.tokens, json_file=o.json))
     options = parser.parse_args(argv)
     return options.run(options)
 
@@ -45,6 +52,29 @@ def run_doctor() -> int:
     from forge import doctor
 
     return doctor.main()
+
+
+def run_replay(folder: Path, step: int, *, num_tokens: int, json_file: Path | None) -> int:
+    """Does a recorded step of a run of apps.grpo again; the folder of the run is only read."""
+    from forge.controller import Runtime
+    from forge.errors import ForgeError
+
+    sys.path.insert(0, os.getcwd())  # where the apps are, as for `python -m apps.grpo.main`
+    try:
+        from apps.grpo.replay_step import replay_step
+    except ModuleNotFoundError as error:
+        if error.name not in ("apps", "apps.grpo"):
+            raise
+        print("error: forge replay needs the folder apps: run it where that is", file=sys.stderr)
+        return 2
+    try:
+        replay_step(folder, step, num_tokens=num_tokens, json_file=json_file)
+    except ForgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    finally:
+        Runtime.leave()
+    return 0
 
 
 def live_runs(base: Path) -> list[Path]:

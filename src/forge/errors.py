@@ -33,7 +33,7 @@ class PromptTooLong(ForgeError):
 
 
 class RewardError(ForgeError):
-    """A reward function raised; the message names the function, the prompt and the error."""
+    """A reward function raised or gave no finite number; the message names the function and the prompt."""
 
 
 class ActorFailure(ForgeError):
@@ -42,6 +42,10 @@ class ActorFailure(ForgeError):
 
 class ReplicaLost(ActorFailure):
     """The process of a replica is gone."""
+
+
+class ReplicaUnfit(ActorFailure):
+    """A replica must not serve, though its process lives: its calls go to others, and it is replaced."""
 
 
 class CallTimeout(ForgeError, TimeoutError):
@@ -66,6 +70,14 @@ class NotFinite(ForgeError):
     def __init__(self, message: str, episode_ids: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.episode_ids = list(episode_ids)  # of those that it comes from, as far as they have names
+
+
+class InvariantBroken(ForgeError):
+    """What always holds in a sound run does not, and the configuration says that it ends then (`checks`)."""
+
+    def __init__(self, message: str, episode_ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.episode_ids = list(episode_ids)  # of those that break it
 
 
 class WeightsMissing(ForgeError):

@@ -3,7 +3,8 @@
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +25,8 @@ class StopRequest:
         self._asked_at = 0.0
         self._why = ""  # nothing was saved
         self._deadline: asyncio.TimerHandle | None = None
-        self._work: asyncio.Task[None] | None = None  # that a request ends
+        # A request ends the last of them; None: a block that is held, for which it waits
+        self._work: list[asyncio.Task[None] | None] = []
 
     def __enter__(self) -> Self:
         self._loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -51,16 +53,33 @@ class StopRequest:
         if self.asked:
             work.close()
             return False
-        self._work = asyncio.create_task(work)
+        task = asyncio.create_task(work)
+        outer = asyncio.current_task()
+        assert outer is not None
+        self._work.append(task)
         try:
-            await self._work
+            await task
         except asyncio.CancelledError:
-            if self._task.cancelling() or not self.asked:
+            if outer.cancelling() or not self.asked:
                 raise
             return False
         finally:
-            self._work = None
+            self._work.remove(task)
         return True
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A request ends the work around this block only when the block is done; work within it, at once.
+        One that came before lets no block begin."""
+        if self.asked:
+            raise asyncio.CancelledError
+        self._work.append(None)
+        try:
+            yield
+        finally:
+            self._work.pop()
+            if self.asked:
+                self._end_work()
 
     def _on_signal(self, number: int) -> None:
         if self.asked and self._loop.time() - self._asked_at > SAME_REQUEST_S:
@@ -75,8 +94,11 @@ class StopRequest:
             return
         self.asked, self._asked_at = True, self._loop.time()
         print(f"stopping when this step is done and saved{how_long}", file=sys.stderr, flush=True)
-        if self._work is not None:
-            self._work.cancel()
+        self._end_work()
+
+    def _end_work(self) -> None:
+        if self._work and (work := self._work[-1]) is not None:
+            work.cancel()
 
     def _give_up(self, why: str) -> None:
         self._why = why

@@ -15,12 +15,13 @@ from forge.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 LAST = "last"
-"""As the run to go on with: the newest with a checkpoint, else the newest."""
+"""As the run to go on with: the newest with a checkpoint, else the newest; no replay."""
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 """What was asked for, and a folder of checkpoints."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_DONE_ANEW = re.compile(r"^replay: (?!null$)|^rollout_only: true$", re.MULTILINE)  # as `describe` writes it
 _STEP = re.compile(r"step-\d+")
 
 
@@ -43,10 +44,15 @@ def earlier_folder(resume: str, output_dir: Path) -> Path:
         if not (Path(resume) / CONFIG).is_file():
             raise ConfigError(f"resume is {resume!r}, which is no folder of a run (it has no {CONFIG})")
         return Path(resume)
-    runs = sorted(path.parent for path in output_dir.glob(f"*/{CONFIG}"))
+    runs = sorted(path.parent for path in output_dir.glob(f"*/{CONFIG}") if not _is_done_anew(path))
     if not runs:
-        raise ConfigError(f"resume is {LAST!r}, but {output_dir} holds no run: leave it out")
+        raise ConfigError(f"resume is {LAST!r}, but {output_dir} holds no run to go on with: leave it out")
     return ([run for run in runs if has_checkpoint(run)] or runs)[-1]
+
+
+def _is_done_anew(config: Path) -> bool:
+    """Whether it is that of a replay, or of rollouts alone, which have no state to go on with."""
+    return _DONE_ANEW.search(config.read_text(errors="replace")) is not None
 
 
 def has_checkpoint(folder: Path, step: int | None = None) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from forge.actors.trainer import TitanTrainer
 from forge.controller.call import serving
 from forge.controller.journal import Journal
 from forge.errors import ForgeError
+from tests.integration.folder_store import FolderStore
 from tests.integration.trainer_cases import Result, WeightedLogprobs, batch_of, completion_groups
 
-# What the caller asks for, in order: batches are numbered.
+# What the caller asks for, in order: batches and versions are numbered.
 CALLS: list[tuple[str, int | None]] = [
     ("train_step", 0),
     ("forward_backward", 1),
@@ -27,10 +29,12 @@ CALLS: list[tuple[str, int | None]] = [
     ("optim_step", None),
     ("broken_step", 3),
     ("train_step", 4),
+    ("push_weights", 1),
     ("optim_step", None),  # there is nothing to update with
     ("forward_backward", 5),
     ("broken_step", 6),  # drops what was gathered
     *(("train_step", i) for i in range(7, 14)),
+    ("push_weights", 2),
     ("export", None),
 ]
 
@@ -40,17 +44,21 @@ class Wandering(WeightedLogprobs):
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.factor = 1.0
 
     def from_logprobs(self, *args: Tensor) -> Result:
         loss, metrics = super().from_logprobs(*args)
         self.num_calls += 1
-        return loss * torch.rand(()) / self.num_calls, metrics
+        return self.factor * loss * torch.rand(()) / self.num_calls, {**metrics, "loss": loss.detach()}
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        self.factor = 1 + self.factor * abs(metrics["loss"]) / metrics["num_tokens"]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_calls": self.num_calls}
+        return {"num_calls": self.num_calls, "factor": self.factor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_calls = state["num_calls"]
+        self.num_calls, self.factor = state["num_calls"], state["factor"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,7 @@ def die_at(event: str, part: str, count: int, folder: Path) -> None:
 
 
 async def _answer_calls(life: Life) -> None:
+    FolderStore(life.folder / "stored").install()
     trainer = TitanTrainer.__new__(TitanTrainer)
     trainer.rank, trainer.world_size, trainer.state_dir = life.rank, life.world_size, life.folder / "state"
     trainer.__init__(
@@ -125,6 +134,9 @@ async def _answer_calls(life: Life) -> None:
 async def _call(trainer: TitanTrainer, method: str, number: int | None, exported: Path) -> object:
     if method == "export":
         return await trainer.export(str(exported))
+    if method == "push_weights":
+        assert number is not None
+        return await trainer.push_weights(number)
     batches: list[Any] = []
     if number is not None:
         dp_size = trainer.learner.model.job.dp_size

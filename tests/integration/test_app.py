@@ -22,7 +22,8 @@ def command(model: Path, out: Path, *overrides: str) -> list[str]:
     return [
         *(sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/smollm2_135m.yaml"),
         *(f"model={model}", f"output_dir={out}", "steps=3", "rollout_threads=4"),
-        *("training.batch_size=2", "grpo.n_samples=4", "training.dtype=float32", *overrides),
+        *("training.batch_size=2", "grpo.n_samples=4", "training.dtype=float32", "evaluation.every=0"),
+        *overrides,
     ]
 
 
@@ -59,7 +60,8 @@ def test_a_run_trains_reports_and_exports(tiny_llama: Path, tmp_path: Path) -> N
     first = rows[0]
     assert abs(first["loss/kl"]) < 1e-3
     assert abs(first["loss/ratio_mean"] - 1) < 0.02
-    assert all(row["logprob_gap/mean"] < 1e-3 for row in rows)  # float32 on both sides
+    gaps = [row["logprob_gap/mean"] for row in rows if "logprob_gap/mean" in row]  # updates overlap steps
+    assert len(gaps) >= 1 and "logprob_gap/mean" in rows[-1] and all(gap < 1e-3 for gap in gaps)  # float32
     assert first["staleness/mean"] == 0 and all(row["staleness/age_max"] <= 1 for row in rows)
     assert all(row["trainer/grad_norm"] >= 0 and row["generator/num_tokens"] > 0 for row in rows)
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -92,16 +94,6 @@ def test_a_reward_function_that_raises_ends_the_run_by_name(tiny_llama: Path, tm
     assert done.returncode in (1, 2), done.stderr[-3000:]
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "MathReward" in line and "What is up?" in line and "the sky" in line
-
-
-def test_a_prompt_that_is_too_long_ends_the_run_with_both_lengths(tiny_llama: Path, tmp_path: Path) -> None:
-    data = tmp_path / "long.jsonl"
-    data.write_text(json.dumps({"question": "one two three " * 60, "answer": "1"}) + "\n")
-    overrides = (f"dataset.path={data}", "dataset.options=null")
-    done = run(*command(tiny_llama, tmp_path / "out", *overrides))
-    assert done.returncode == 1, done.stderr[-3000:]
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "910 tokens" in line and "127" in line and "seq_len" in line
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
@@ -143,40 +135,26 @@ def test_ctrl_c_and_sigterm_end_a_run_within_10_s_and_leave_nothing(
     ("overrides", "words"),
     [
         (["--trainer.prcs", "4"], "did you mean trainer.procs?"),
-        (["training.batch_size=four"], "training.batch_size must be"),
-        (["--config", "nowhere.yaml"], "there is no config file"),
-        (["model=/nowhere"], "/nowhere"),
-        (["dataset.path=nowhere.jsonl", "dataset.options=null"], "nowhere.jsonl"),
-        (["dataset.target_column=solution"], "no column 'solution'"),
+        (["model=BARE"], "tokenizer"),
+        (["dataset.path=EMPTY", "dataset.options=null"], "empty"),
         (["trainer.with_gpus=true", "trainer.procs=64", "training.batch_size=64"], "trainer wants 64 GPUs"),
     ],
+    ids=["key", "model", "dataset", "GPUs"],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(
     tiny_llama: Path, tmp_path: Path, overrides: list[str], words: str
 ) -> None:
+    bare, empty = tmp_path / "bare", tmp_path / "empty.jsonl"
+    empty.touch()
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((tiny_llama / name).read_bytes())
+    overrides = [one.replace("BARE", str(bare)).replace("EMPTY", str(empty)) for one in overrides]
     done = run(*command(tiny_llama, tmp_path / "out", *overrides))
     assert done.returncode == 2, done.stderr[-3000:]
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert words in line
     assert "Traceback" not in done.stderr
-
-
-def test_a_model_without_a_tokenizer_and_an_empty_dataset_are_refused(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (bare / name).write_bytes((tiny_llama / name).read_bytes())
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    for model, extra, words in (
-        (bare, (), "tokenizer"),
-        (tiny_llama, (f"dataset.path={empty}", "dataset.options=null"), "empty"),
-    ):
-        done = run(*command(model, tmp_path / "out", *extra))
-        assert done.returncode == 2, done.stderr[-3000:]
-        assert words in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_dry_run_shows_configuration_and_placement_and_starts_nothing(tmp_path: Path) -> None:

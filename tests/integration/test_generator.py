@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from forge.actors.generator import Generator
-from forge.controller import Runtime
+from forge.controller import Runtime, Service
 from forge.data_models import Completion
-from forge.errors import ConfigError, FanoutError, ForgeError, PromptTooLong, WeightsMismatch
+from forge.errors import ActorFailure, ConfigError, FanoutError, ForgeError, PromptTooLong, WeightsMismatch
 from forge.weights import close_store
 from tests.integration.generators import MAX_MODEL_LEN, PROMPT, Model, engine_config
 
@@ -32,13 +32,15 @@ class Running:
             Generator.options(num_replicas=2, mesh_name="tied", **options).as_service(
                 engine_config(tied), sampling, seed=SEED
             ),
-            Generator.options(mesh_name="twin", **options).as_actor(engine_config(tied), sampling, seed=SEED),
+            Generator.options(mesh_name="twin", **options).as_actor(
+                engine_config(tied), sampling, seed=SEED, in_flight="keep"
+            ),
             Generator.options(mesh_name="untied", **options).as_actor(engine_config(untied), sampling),
         )
         self.first_answers = await service.generate.fanout(PROMPT)
         self.twin_answer = await twin.generate.call_one(PROMPT)
-        await twin.shutdown()
         self.models = {"tied": Model(service, tied), "untied": Model(actor, untied)}
+        self.keeping = Model(twin, tied)
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +139,73 @@ def test_tokens_of_a_running_call_keep_the_version_that_sampled_them(running: Ru
             assert float(gap[tokens].max()) < 2e-4
 
 
+def test_asleep_it_samples_nothing_and_takes_new_weights_and_calls_go_on_when_it_wakes(
+    running: Running, model: Model
+) -> None:
+    weights = model.changed(9)
+
+    async def scenario() -> tuple[list[Completion], list[Completion], int]:
+        endpoints = model.generator
+        call = asyncio.create_task(endpoints.generate.route(PROMPT * 5, n=2, max_tokens=800, ignore_eos=True))
+        await asyncio.sleep(0.3)
+        for _ in range(2):
+            await endpoints.sleep.fanout()
+        version = await model.update(weights)
+        assert not call.done()
+        late = asyncio.create_task(endpoints.generate.route(PROMPT))
+        done, _ = await asyncio.wait({call, late}, timeout=0.3)
+        assert not done
+        for _ in range(2):
+            await endpoints.wake.fanout()
+        return await call, await late, version
+
+    first, late, version = running.run(scenario())
+    assert {c.generator_version for c in late} == {version} and model.gap(late, weights) < 1e-4
+    for completion in first:
+        assert completion.token_versions is not None and len(completion.token_ids) == 800
+        new = completion.token_versions == version
+        assert 0 < int(new.sum()) < 800
+        for tokens, of in ((new, weights), (~new, model.original)):
+            gap = (completion.logprobs - model.logprobs(completion, of)).abs()
+            assert float(gap[tokens].max()) < 2e-4
+
+
+def test_kept_cache_of_old_weights_serves_running_calls_only(running: Running) -> None:
+    model = running.keeping
+    generate = model.generator.generate.route
+    weights = model.changed(5)
+    prompt, other = PROMPT * 8, f"So. {PROMPT * 8}"  # several blocks of the KV cache, none in common
+
+    async def scenario() -> list[list[Completion]]:
+        await model.update(model.original)  # the first takes longer: it finds the store
+        for text in (prompt, other):
+            await generate(text)
+            [again] = await generate(text, n=1)
+            assert again.metadata["num_cached_tokens"] >= 32, "without new weights, the cache is used"
+        calls = [
+            asyncio.create_task(generate(prompt, n=32, max_tokens=800, ignore_eos=True)) for _ in range(2)
+        ]
+        await asyncio.sleep(0.2)
+        waiting = asyncio.create_task(generate(other, n=1))  # for a place among the 64 that run
+        await asyncio.sleep(0.1)
+        await model.update(weights)
+        calls[0].cancel()
+        answers = [await generate(prompt, n=1), await waiting, await generate(prompt, n=1)]
+        assert not calls[1].done(), "it kept its blocks"
+        calls[1].cancel()
+        return answers
+
+    fresh, waited, again = running.run(scenario())
+    [version] = {c.generator_version for c in fresh}
+    assert [answer[0].metadata["num_cached_tokens"] for answer in (fresh, waited)] == [0, 0]
+    assert again[0].metadata["num_cached_tokens"] >= 32
+    for completions in (fresh, waited, again):
+        assert {c.generator_version for c in completions} == {version}
+        assert model.gap(completions, weights) < 1e-3
+
+
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "head"])
-def test_weights_of_another_model_are_refused_and_the_old_ones_stay(
+def test_weights_of_another_model_are_named_and_fence_the_replicas_off(
     running: Running, model: Model, fault: str
 ) -> None:
     weights = model.changed(6)
@@ -154,11 +221,15 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay(
         weights[name] = model.changed(7)["model.embed_tokens.weight"]
         if "lm_head.weight" in model.original:
             pytest.skip("an untied model has an output layer of its own")
-    before = running.run(model.generator.version.fanout())
-    kind = FanoutError if len(before) > 1 else WeightsMismatch
-    with pytest.raises(kind, match="layers.2" if fault == "unknown" else name):
+    is_service = isinstance(model.generator, Service)
+    named = "layers.2" if fault == "unknown" else name
+    with pytest.raises(FanoutError if is_service else WeightsMismatch, match=rf"tied\[.*{named}"):
         running.run(model.update(weights))
-    assert running.run(model.generator.version.fanout()) == before
+    assert {replica.version for replica in running.run(model.generator.replicas())} == {None}
+    if not is_service:  # that of a service would be replaced
+        with pytest.raises(ActorFailure, match=named):
+            running.run(model.generator.generate.route(PROMPT))
+    running.run(model.update(model.original))
     assert model.gap(running.run(model.generator.generate.route(PROMPT)), model.original) < 1e-4
 
 
@@ -202,6 +273,20 @@ def test_completions_come_in_order(running: Running) -> None:
     group = running.run(generate(n=4, seed=100))  # vLLM seeds the i-th with 100 + i
     alone = [running.run(generate(n=1, seed=100 + i))[0] for i in range(4)]
     assert [c.token_ids.tolist() for c in group] == [c.token_ids.tolist() for c in alone]
+
+
+def test_calls_with_seeds_may_have_more_tokens_together_than_a_step_takes(running: Running) -> None:
+    generate = running.models["untied"].generator.generate.call_one
+
+    async def scenario() -> list[list[Completion]]:
+        prompts = [f"{i}. {PROMPT * 70}" for i in range(12)]
+        calls = [generate(prompt, n=1, seed=i, max_tokens=2) for i, prompt in enumerate(prompts)]
+        return await asyncio.gather(*calls)
+
+    answers = running.run(scenario())
+    assert sum(len(answer[0].prompt_ids) for answer in answers) > 5000
+    [alone] = running.run(generate(f"3. {PROMPT * 70}", n=1, seed=3, max_tokens=2))
+    assert alone.token_ids.tolist() == answers[3][0].token_ids.tolist()
 
 
 def test_stop_reason_and_text(running: Running) -> None:

@@ -37,6 +37,10 @@ class Watched(Generator):
             engine.engine_core.engine_core.scheduler.kv_cache_manager.usage,
         )
 
+    @endpoint
+    async def num_held_back(self) -> int:
+        return len(self._loop._held_back)
+
 
 def with_store(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
@@ -48,10 +52,10 @@ def with_store(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(main())
 
 
-async def start(folder: Path, *, procs: int = 1) -> Model:
+async def start(folder: Path, *, procs: int = 1, in_flight: str = "recompute") -> Model:
     config = {**engine_config(folder), "tensor_parallel_size": procs}
     options = Watched.options(procs=procs, env={"OMP_NUM_THREADS": "1"})
-    return Model(await options.as_actor(config, SAMPLING), folder)
+    return Model(await options.as_actor(config, SAMPLING, in_flight=in_flight), folder)
 
 
 @pytest.mark.parametrize("procs", [1, 2])
@@ -78,7 +82,8 @@ def test_a_generator_starts_with_the_newest_complete_weights(tiny_qwen3: Path, p
 
 def test_a_cancelled_call_leaves_the_engine_and_the_others_go_on(tiny_llama: Path) -> None:
     async def scenario() -> None:
-        model = await start(tiny_llama)
+        model = await start(tiny_llama, in_flight="finish")
+        await model.update(model.original)  # the first starts a volume: it must not outlast the calls below
 
         def call(n: int, max_tokens: int) -> asyncio.Task[list[Completion]]:
             sampling = {"n": n, "max_tokens": max_tokens, "ignore_eos": True}
@@ -95,7 +100,20 @@ def test_a_cancelled_call_leaves_the_engine_and_the_others_go_on(tiny_llama: Pat
         assert [len(c.token_ids) for c in completions] == [800, 800]
         assert model.gap(completions, model.original) < 2e-4
         weights = model.changed(1)
-        await model.update(weights)
-        assert model.gap(await model.generator.generate.route(PROMPT), weights) < 1e-4
+        old, endless = call(2, 300), call(4, 900)
+        while (await model.generator.state.route()).num_requests < 6:
+            await asyncio.sleep(0.05)
+        update = asyncio.create_task(model.update(weights))
+        while await model.generator.num_held_back.route() == 0:
+            await asyncio.sleep(0.05)
+        new = call(3, 16)
+        completions = await old
+        assert not update.done() and not new.done()
+        endless.cancel()
+        version = await update
+        assert {c.generator_version for c in completions} == {version - 1}
+        assert model.gap(completions, model.original) < 2e-4
+        assert {c.generator_version for c in await new} == {version}
+        assert model.gap(await new, weights) < 1e-4
 
     with_store(scenario)

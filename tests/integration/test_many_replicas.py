@@ -27,9 +27,9 @@ def test_64_replicas_answer_10000_calls_outlive_8_kills_and_leave_nothing() -> N
         small = Footprint.now()
         await cycle(num_replicas=64, num_calls=10_000, num_kills=8)
         large = Footprint.now()
-        await cycle(num_replicas=16, num_calls=10_000, num_kills=4)
+        await cycle(num_replicas=8, num_calls=5000, num_kills=2)
         again = Footprint.now()
-        told = f"{small}, after 64 replicas {large}, after 16 more {again}"
+        told = f"{small}, after 64 replicas {large}, after 8 more {again}"
         print(told)
         assert large.num_files <= small.num_files + 5 and again.num_files <= large.num_files + 2, told
         assert large.num_tasks == again.num_tasks == small.num_tasks, told

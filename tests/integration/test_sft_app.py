@@ -107,11 +107,3 @@ def check_samples(folder: Path) -> None:
         assert tokenizer.decode(answer, skip_special_tokens=True) == sample["answer"]
         assert sample["reference"].startswith("The answer is")
         assert sample["answer"].startswith("The answer")  # and before it was trained, noise
-
-
-def test_a_users_mistake_is_one_line_and_exit_code_2(tiny_llama: Path, tmp_path: Path) -> None:
-    data = write_chats(tmp_path / "chats.jsonl")
-    done = run(*command(tiny_llama, data, tmp_path / "out", "validation.size=64"))
-    assert done.returncode == 2, done.stderr[-3000:]
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "leaves nothing to train on" in line and "Traceback" not in done.stderr

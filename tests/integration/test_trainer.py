@@ -14,6 +14,8 @@ from forge.actors.trainer.bad_batches import load_bad_batch
 from forge.data_models import Completion, TextTrainBatch
 from forge.errors import ForgeError, NotFinite
 from forge.rl.loss import GRPOLoss
+from forge.weights.box import Box
+from forge.weights.part import Change
 from tests.integration.trainer_cases import (
     FromLogits,
     InfiniteSlope,
@@ -188,6 +190,17 @@ def test_reference_logprobs_come_back_in_order_whatever_the_groups_and_passes(
     assert max_tokens is None or max(lengths) <= max_tokens
 
 
+class Packed(dict[str, Tensor]):
+    """What the trainer gives to a push."""
+
+    def pack(
+        self, tensors: dict[str, Tensor], dtype: torch.dtype | None = None, change: Change | None = None
+    ) -> None:
+        for name, tensor in tensors.items():
+            changed = tensor if change is None else change(name, tensor, Box.whole(tensor.shape))
+            self[name] = changed.to(dtype, copy=True)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_loads_in_transformers_and_computes_the_same(
     tiny_llama: Path, tmp_path: Path, dtype: str
@@ -195,18 +208,19 @@ def test_an_export_loads_in_transformers_and_computes_the_same(
     inputs, targets = batch_of(completion_groups())
     ids = torch.randint(5, 512, (2, 30), generator=torch.Generator().manual_seed(0))
 
-    async def main() -> tuple[Tensor, dict[str, Tensor]]:
+    pushed = Packed()
+
+    async def main() -> Tensor:
         trainer = await start_trainer(
             tiny_llama, WeightedLogprobs(), optimizer={"lr": 1e-2}, training={"dtype": dtype}
         )
         await trainer.train_step([inputs], [targets])
         await trainer.export(str(tmp_path))
-        pushed = trainer.learner.copy_weights()
-        await trainer.train_step([inputs], [targets])  # must not reach what was copied
+        trainer.learner.pack(pushed)  # type: ignore[arg-type]
         reference = await start_reference(tmp_path)
-        return await reference.forward(ids, max_req_tokens=1, return_logprobs=False), pushed
+        return await reference.forward(ids, max_req_tokens=1, return_logprobs=False)
 
-    got, pushed = asyncio.run(main())
+    got = asyncio.run(main())
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert model.dtype == getattr(torch, dtype)
     exported = load_file(tmp_path / "model.safetensors")

@@ -29,8 +29,12 @@ ANY_RANK = [
     ("os.rename", "snapshot", 1),  # written, but not yet there
     ("open", ".partial", 1),  # about to be written
 ]
+BEFORE_IT_IS_STORED = ("os.rename", "stored", 1)  # a version whose push has returned
 BEFORE_ITS_ANSWER = ("os.listdir", "state", 6)  # rank 0 in its first life: updated, snapshot not begun
-PLACES = {1: ONLY_RANK_0[:1] + ANY_RANK + ONLY_RANK_0[1:], 2: ANY_RANK}
+PLACES = {
+    1: [BEFORE_IT_IS_STORED, *ONLY_RANK_0[:1], *ANY_RANK, *ONLY_RANK_0[1:]],
+    2: [BEFORE_IT_IS_STORED, *ANY_RANK],
+}
 processes_of = multiprocessing.get_context("forkserver")
 processes_of.set_forkserver_preload(["tests.integration.recovery_worker"])
 
@@ -110,6 +114,11 @@ def assert_same(run: Run, undisturbed: Run) -> None:
         assert torch.equal(facts.random[0], wanted_facts.random[0])
         assert len(tensors) == len(wanted_tensors)
         assert all(map(torch.equal, tensors, wanted_tensors))
+    stored, wanted = (sorted((r.folder / "stored").glob("*of*")) for r in (run, undisturbed))
+    assert [path.name for path in stored] == [path.name for path in wanted] and len(wanted) > run.world_size
+    for path, other in zip(stored, wanted, strict=True):
+        weights, wanted_weights = torch.load(path), torch.load(other)
+        assert all(torch.equal(weights[name], wanted_weights[name]) for name in wanted_weights), path.name
     exported, wanted = (load_file(r.folder / "exported/model.safetensors") for r in (run, undisturbed))
     assert exported.keys() == wanted.keys()
     assert all(torch.equal(exported[name], wanted[name]) for name in wanted)

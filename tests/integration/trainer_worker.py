@@ -11,20 +11,24 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forge.actors.reference_model import ReferenceModel
 from forge.actors.trainer import TitanTrainer
 from forge.actors.trainer.agreement import from_rank_0
 from forge.data_models import Completion, TextTrainBatch, TrainInputs, TrainTargets
-from forge.errors import ForgeError
-from forge.weights.manifest import plan_pieces
+from forge.errors import ForgeError, NotFinite
+from forge.rl.loss import PPOLoss
+from forge.rl.loss.correction import OffPolicyCorrection
+from forge.weights.part import Piece, plan_pieces
+from tests.integration.loss_cases import losses, own_loss, with_extras, without_proximal
 from tests.integration.plain_training import MAX_GRAD_NORM, OPTIMIZER, SCHEDULE, STEPS
 from tests.integration.trainer_cases import (
     MeanOverTokens,
@@ -107,7 +111,7 @@ async def run(plan: dict[str, Any], exported: Path) -> dict[str, Any]:
     """STEPS steps and an export; what was seen.
 
     plan: `folder` of the model, `parallelism`, `training`, `rows`, `by_tokens`; with `more` also the
-    untrained reference, and passes with a broken loss and a broken episode.
+    untrained reference, other losses, and passes with a broken loss and a broken episode.
     """
     training = {"seq_len": 64, "dtype": "float32", "steps": STEPS, "max_grad_norm": MAX_GRAD_NORM}
     training["max_skipped_steps"] = 0
@@ -131,14 +135,28 @@ async def run(plan: dict[str, Any], exported: Path) -> dict[str, Any]:
     results[-1].metrics.update(update, grad_norm=update["grad_norm"] / 2)
     scores = await trainer.score(PROBE)  # at once: by no weights that were gathered before the update
     await trainer.export(str(exported))
-    pieces = [piece for piece, _ in plan_pieces(trainer.learner.copy_weights())[0]]
+    pieces, published = _published(trainer, exported)
     return {
         "evaluated": evaluated.loss,
         "steps": [{"loss": r.loss, **r.metrics} for r in results],
         "scores": scores.tolist(),
-        "pieces": [(p.name, p.offsets, p.shape) for p in pieces],
+        "pieces": [(p.name, p.box.offsets, p.box.shape) for p in pieces],
+        "published": published,
         **(await _more(trainer, shared) if plan.get("more") else {}),
     }
+
+
+def _published(trainer: TitanTrainer, exported: Path) -> tuple[list[Piece], float]:
+    """The pieces that this rank would push, and how far any value is from the exported weights."""
+    model = trainer.learner.model
+    weights, merge = load_file(exported / "model.safetensors"), model.merge()
+    placed, _ = plan_pieces(model.hf_tensors())
+    difference = 0.0
+    for piece, local in placed:
+        part = local if merge is None else merge.part(piece.name, local, piece.box)
+        apart = part.to(model.dtype) - weights[piece.name][piece.box.slices]
+        difference = max(difference, float(apart.abs().max()))
+    return [piece for piece, _ in placed], difference
 
 
 async def _more(trainer: TitanTrainer, shared: dict[str, Any]) -> dict[str, Any]:
@@ -150,14 +168,65 @@ async def _more(trainer: TitanTrainer, shared: dict[str, Any]) -> dict[str, Any]
     assert targets is not None
     too_long = dataclasses.replace(all_groups()[0][0], prompt_ids=torch.ones(64, dtype=torch.long))
     refused = await _message(reference.logprobs([*all_groups()[1], too_long]))
+    asked = await _asked(trainer)
+    others = await _other_losses(trainer)
     trainer.learner.loss = Clueless(raises=job.dp_rank == job.dp_size - 1)
     raised = await _message(trainer.forward_backward(inputs, targets))
+    trainer.learner.loss = Refusing(raises=trainer.rank == trainer.world_size - 1)
+    told = await _message(trainer.train_step(inputs, targets))
     targets[-1].advantages[-1] = torch.nan
     trainer.learner.loss = trainer.loss
     error = await _message(trainer.forward_backward(inputs, targets))
     agreed = await _message(asyncio.to_thread(from_rank_0, lambda: 1 // 0, trainer.rank))
     seen = {"reference": torch.cat(logprobs).tolist(), "refused": refused, "error": error}
-    return {**seen, "raised": raised, "num_dp": job.dp_size, "agreed": agreed}
+    seen["told"] = told
+    return {**seen, **asked, "raised": raised, "num_dp": job.dp_size, "agreed": agreed, "losses": others}
+
+
+async def _asked(trainer: TitanTrainer) -> dict[str, Any]:
+    """What endpoints say that change nothing: log-probabilities, what a loss makes of them, norms."""
+    inputs, targets = batches(trainer.learner.model.job.dp_size, "shared")
+    assert targets is not None
+    trainer.learner.loss = PPOLoss(correction=OffPolicyCorrection("decoupled"))
+    logprobs = await trainer.logprobs(inputs, targets)
+    given = [dataclasses.replace(t, proximal_logprobs=p) for t, p in zip(targets, logprobs, strict=True)]
+    told = (await trainer.evaluate(inputs, given)).metrics
+    masked_out = [float(p[~t.loss_mask].abs().sum()) for t, p in zip(targets, logprobs, strict=True)]
+    flat = torch.cat([p[t.loss_mask] for t, p in zip(targets, logprobs, strict=True)]).tolist()
+    norms = await trainer.gradient_norms(inputs, given)
+    trainer.learner.loss = trainer.loss
+    ratios = [told["ratio_mean"], told["ratio_max"]]
+    return {"logprobs": flat, "ratios": ratios, "ess": told["ess"], "norms": norms, "masked": sum(masked_out)}
+
+
+async def _other_losses(trainer: TitanTrainer) -> dict[str, Any]:
+    """What each of `losses` says of the batch, of which no update is made, and the state of the one that has
+    one: after a step of one pass and a step of two."""
+    inputs, targets = batches(trainer.learner.model.job.dp_size, "shared")
+    assert targets is not None
+    targets = [with_extras(t, t.advantages) for t in targets]
+    seen: dict[str, Any] = {}
+    every = losses()
+    for name, loss in every.items():
+        trainer.learner.loss = loss
+        given = without_proximal(targets) if loss is own_loss else targets
+        result = await trainer.forward_backward(inputs, given)
+        norm = await asyncio.to_thread(trainer.learner.update.clip)
+        trainer.learner.forget()
+        seen[name] = [result.loss, norm, result.metrics]
+    loss = trainer.learner.loss = every["dapo"]
+    states = [loss.beta]
+    first = await trainer.train_step(inputs, targets)
+    states.append(loss.beta)
+    kls = [first.metrics["kl"]]
+    passes = [
+        await trainer.forward_backward(inputs, targets),
+        await trainer.forward_backward(inputs, targets),
+    ]
+    await trainer.optim_step()
+    kls.append(sum(result.metrics["kl"] for result in passes) / 2)
+    await trainer.evaluate(inputs, targets)
+    return {**seen, "betas": [*states, loss.beta], "kls": kls}
 
 
 async def _message(call: Awaitable[Any]) -> str:
@@ -178,6 +247,17 @@ class Clueless(WeightedLogprobs):
         if self.raises:
             raise ZeroDivisionError("the loss has no idea")
         return super().from_logprobs(*args)
+
+
+class Refusing(WeightedLogprobs):
+    """Does not want to be told of a step, by words that a trainer has another use for, or does."""
+
+    def __init__(self, raises: bool) -> None:
+        self.raises = raises
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        if self.raises:
+            raise NotFinite("no")
 
 
 def be_rank(rank: int, out: Path, plans: list[dict[str, Any]]) -> None:

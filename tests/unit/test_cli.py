@@ -5,12 +5,15 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from forge import cli
-from forge.controller import run_folder
+from forge.controller import Runtime, run_folder
 from forge.controller.witness import start_witness
+from forge.errors import ConfigError
 
 
 @pytest.fixture
@@ -73,3 +76,25 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([])
     assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `forge replay` asks for; nothing is done."""
+    seen: list[Any] = []
+
+    def replay_step(folder: Path, step: int, *, num_tokens: int, json_file: Path | None) -> None:
+        seen.append((folder, step, num_tokens, json_file))
+        if step < 1:
+            raise ConfigError("step 0 is not recorded")
+
+    monkeypatch.setitem(sys.modules, "apps.grpo.replay_step", SimpleNamespace(replay_step=replay_step))
+    monkeypatch.setattr(Runtime, "leave", lambda: None)  # for good, which other tests would not like
+    return seen
+
+
+def test_replay_takes_a_run_and_a_step(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", "--run", "some/run", "--step", "3", "--json", "all.json"]) == 0
+    assert cli.main(["replay", "--run", "some/run", "--step", "0", "--tokens", "5"]) == 2
+    assert asked == [(Path("some/run"), 3, 100, Path("all.json")), (Path("some/run"), 0, 5, None)]
+    assert capsys.readouterr().err == "error: step 0 is not recorded\n"

@@ -44,13 +44,15 @@ class Run:
     training: Training = field(default_factory=Training)
     machines: Machines = field(default_factory=Machines)
     left: dict[str, Any] = field(default_factory=dict)
+    rule: str | dict[str, Any] = "mean"
 
 
 def load_run(folder: Path, text: str, *argv: str) -> Loaded[Run]:
     path = folder / "run.yaml"
     path.write_text(text)
     shorthands = {"left": "machines.left", "right": "machines.right"}
-    return load(Run, argv, default_config=path, shorthands=shorthands)
+    aliases = {"training.cap": "rule.cap", "machines.left.low": "rule.low"}
+    return load(Run, argv, default_config=path, shorthands=shorthands, aliases=aliases)
 
 
 def error_of(folder: Path, text: str, *argv: str) -> str:
@@ -80,6 +82,17 @@ def test_a_file_alone_gives_typed_values_and_defaults(tmp_path: Path) -> None:
 )
 def test_the_three_forms_of_an_override_mean_the_same(tmp_path: Path, argv: list[str]) -> None:
     assert load_run(tmp_path, "model: tiny\n", *argv).config.training.batch_size == 8
+
+
+def test_a_switch_may_stand_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ntraining: {shuffle: false}")
+    words = ["--machines.left.label", "--training.shuffle", "training.batch_size=2", "--model", "a=b"]
+    config = load(Run, words, default_config=path, alone={"machines.left.label": "last"}).config
+    assert config.machines.left.label == "last" and config.training.shuffle
+    assert config.training.batch_size == 2 and config.model == "a=b"
+    config = load(Run, ["--training.learning-rate", "2"], default_config=path).config
+    assert config.training.learning_rate == 2.0
 
 
 def test_overrides_reach_every_type(tmp_path: Path) -> None:
@@ -129,6 +142,63 @@ def test_extends_merges_key_by_key_relative_to_the_file(tmp_path: Path) -> None:
         Run, ["--config", str(tmp_path / "deep" / "leaf.yaml")], default_config=tmp_path / "x"
     ).config
     assert config == Run("base", Training(batch_size=2, shuffle=False, betas=[1.0]))
+
+
+@pytest.mark.parametrize(
+    ("base", "leaf", "argv", "expected"),
+    [
+        ("", "", [], "mean"),
+        ("rule: sum", "", [], "sum"),
+        ("rule: {name: sum, cap: 1}", "", ["--rule", "mean"], "mean"),
+        ("rule: {name: sum, cap: 1}", "", ["--rule.cap", "2e-1"], {"name": "sum", "cap": 0.2}),
+        ("rule: {name: sum, cap: 1}", "rule: {low: 0}", [], {"name": "sum", "cap": 1, "low": 0}),
+        ("rule: {name: sum, cap: 1}", "rule: {name: max, low: 0}", [], {"name": "max", "low": 0}),
+        ("rule: sum", "", ["--rule.cap", "2", "--rule.low=0"], {"name": "sum", "cap": 2, "low": 0}),
+        ("rule: sum", "", ["--rule", "max", "--rule.cap", "2"], {"name": "max", "cap": 2}),
+        ("", "", ["--rule.cap", "2"], {"name": "mean", "cap": 2}),
+        ("", "rule: {cap: 2}", [], {"name": "mean", "cap": 2}),
+        ("rule: {name: sum, cap: 1}", "", ["--rule={name: max, low: 0}"], {"name": "max", "low": 0}),
+        ("rule: {name: sum, cap: 1}", "", ["--rule", "sum"], {"name": "sum", "cap": 1}),
+        ("rule: {name: sum, cap: 1}", "rule: sum", ["--rule.name=sum"], {"name": "sum", "cap": 1}),
+        ("rule: {cap: 1}", "", ["--rule", "mean"], {"name": "mean", "cap": 1}),  # which is the default
+        ("rule: {cap: 1}", "", ["--rule", "sum"], "sum"),
+        ("rule: sum", "", ["--rule.cap", "2", "--rule", "max"], {"name": "max", "cap": 2}),
+        ("rule: sum", "", ["--rule.cap", "2", "--rule.name", "max"], {"name": "max", "cap": 2}),
+    ],
+)
+def test_a_name_may_have_arguments_which_another_name_does_not_keep(
+    tmp_path: Path, base: str, leaf: str, argv: list[str], expected: object
+) -> None:
+    (tmp_path / "base.yaml").write_text(f"model: tiny\n{base}\n")
+    assert load_run(tmp_path, f"extends: base.yaml\n{leaf}\n", *argv).config.rule == expected
+
+
+@pytest.mark.parametrize(
+    ("base", "leaf", "argv", "expected"),
+    [
+        ("training: {cap: 1}", "", [], {"name": "mean", "cap": 1}),
+        ("rule: sum\ntraining: {cap: 1}", "", [], {"name": "sum", "cap": 1}),
+        ("training: {cap: 1}", "rule: {cap: 2}", [], {"name": "mean", "cap": 2}),  # the later layer wins
+        ("rule: {cap: 2}", "training: {cap: 1}", [], {"name": "mean", "cap": 1}),
+        ("training: {cap: 1}", "", ["--rule.cap", "3"], {"name": "mean", "cap": 3}),
+        ("rule: {cap: 1}", "", ["--training.cap", "3"], {"name": "mean", "cap": 3}),
+        ("rule: {cap: 1}", "", ["--training={cap: 3}"], {"name": "mean", "cap": 3}),
+        ("rule: {cap: 1}", "", ["--rule.cap=2", "--training.cap=3"], {"name": "mean", "cap": 3}),
+        ("training: {cap: 1}", "rule: max", [], "max"),  # other names do not keep it
+        ("training: {cap: 1}", "", ["--rule", "max", "--training.cap", "3"], {"name": "max", "cap": 3}),
+        (
+            "training: {cap: 1}\nmachines: {left: {low: 0, procs: 2}}",
+            "",
+            [],
+            {"name": "mean", "cap": 1, "low": 0},
+        ),
+    ],
+)
+def test_an_alias_is_another_spelling_in_its_layer(
+    tmp_path: Path, base: str, leaf: str, argv: list[str], expected: object
+) -> None:
+    (tmp_path / "base.yaml").write_text(f"model: tiny\n{base}\n")
+    assert load_run(tmp_path, f"extends: base.yaml\n{leaf}\n", *argv).config.rule == expected
 
 
 def test_interpolation_sees_the_merged_file(tmp_path: Path) -> None:
@@ -192,6 +262,11 @@ def test_a_mistake_on_the_command_line_is_one_clear_line(
             "model: x\nmachines: {left: {procs: two}}\n",
             "machines.left.procs must be a whole number, got 'two'",
         ),
+        (
+            "model: x\ntraining: {cap: 1}\nrule: {cap: 1}\n",
+            "training.cap and rule.cap in run.yaml are two names of one key: keep one of them",
+        ),
+        ("model: x\ntraining: {caps: 1}\n", "in run.yaml: did you mean training.cap?"),
         ("model: x\ntraining:\n", "training must be a section of keys, got None"),
         ("model: 7\n", "model must be text, got 7"),
         ("model: [x\n", "run.yaml is not valid YAML"),

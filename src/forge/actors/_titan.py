@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     torchtitan.tools.utils.device_module = torch.cpu
 
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.optimizer import (
     LRSchedulersContainer,
     OptimizersContainer,
@@ -60,6 +61,7 @@ __all__ = [
     "GQAttention",
     "LRSchedulersContainer",
     "Linear",
+    "LoRAConverter",
     "ModelSpec",
     "OptimizersContainer",
     "ParallelDims",

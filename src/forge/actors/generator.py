@@ -5,21 +5,26 @@ import contextlib
 import contextvars
 import functools
 import gc
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from forge.actors._vllm.in_flight import InFlight
+from forge.actors.memory import keep_freed_memory
 from forge.controller import ForgeActor, Runtime, endpoint
+from forge.controller.call import ledger
 from forge.data_models import Completion, Prompt
 from forge.errors import ConfigError, ForgeError
 from forge.observability import record
-from forge.weights import close_store, fetch, open_store, versions
+from forge.weights import Shards, close_store, fetch_shards, newest_lost, open_store, versions
 
 if TYPE_CHECKING:
     from forge.actors._vllm.engine import Engine
@@ -37,7 +42,16 @@ class Generator(ForgeActor):
     sampling_config: by the names of vLLM's SamplingParams, for every call that does not say otherwise.
         Training needs the full distribution: with `top_p`, `top_k`, `min_p` or penalties, log-probabilities
         are those of the reduced one, which the trainer can't compute.
+    in_flight: what becomes of running calls when new weights come: `recompute` (they go on, their KV cache is
+        computed anew), `keep` (they go on with the KV cache of the old weights) or `finish` (they end under
+        the old weights, and new calls wait until then).
     seed: each replica samples from its own random numbers, the same in every run with this seed.
+    deterministic: tokens and log-probabilities of a call are, bit for bit, a function of weights, prompt and
+        `sampling` alone, whatever else runs or has run, and on whichever replica of equal hardware. Each call
+        that samples then needs a `seed` of its own (see `call_seed`). On a CPU calls run one after the other,
+        each with its `n` completions in a batch of its own; on a GPU together, by vLLM's batch-invariant
+        kernels. A call that new weights come into is the exception: which token was the first of theirs is a
+        matter of time.
     """
 
     compute_bound = True
@@ -48,11 +62,18 @@ class Generator(ForgeActor):
     _exchange: "WeightExchange"
 
     def __init__(
-        self, engine_config: Mapping[str, Any], sampling_config: Mapping[str, Any], seed: int = 0
+        self,
+        engine_config: Mapping[str, Any],
+        sampling_config: Mapping[str, Any],
+        seed: int = 0,
+        in_flight: str = "recompute",
+        deterministic: bool = False,
     ) -> None:
         self._engine_config = dict(engine_config)
         self._sampling_config = dict(sampling_config)
         self._seed = seed
+        self._in_flight = InFlight.of(in_flight)
+        self._deterministic = deterministic
 
     @classmethod
     def bootstrap_env(cls) -> dict[str, str]:
@@ -76,24 +97,38 @@ class Generator(ForgeActor):
         if not torch.cuda.is_available() and self._engine_config.get("enforce_eager", True):
             # Nothing to compile: saves the compilation of one small function, 2 s, at the first token.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        if self._deterministic and torch.cuda.is_available():
+            _use_batch_invariant_kernels()
+        keep_freed_memory()  # of the weights before, say, to pack the next ones into
         tqdm.set_lock(threading.RLock())  # its own is a semaphore that nobody removes after a kill
         if self.rank == 0:
             self._engine = await self._start_engine()
             from forge.actors._vllm.engine_loop import EngineLoop
             from forge.actors._vllm.exchange import WeightExchange
 
-            self._loop = EngineLoop(self._engine, self.run_blocking)
-            self._exchange = WeightExchange(self._engine, self._loop, self._stage_everywhere, versions)
+            self._loop = EngineLoop(self._engine, self.run_blocking, one_at_a_time=self._engine.isolates)
+            self._exchange = WeightExchange(
+                self._engine,
+                self._loop,
+                self._stage_everywhere,
+                versions,
+                newest_lost,
+                name=ledger.actor,
+                when_idle=self._in_flight is InFlight.FINISH,
+            )
         else:
             await self.run_blocking(lambda: self._worker)
 
     @property
     def weights_version(self) -> int | None:
         """The version that the next token is sampled from."""
-        return self._engine.version if hasattr(self, "_engine") else None
+        return self._exchange.held if hasattr(self, "_exchange") else None
 
     async def catch_up(self) -> None:
-        """Takes the newest weights that the trainer has published; until there are any, the folder's."""
+        """Takes the newest weights that the trainer has published; until there are any, the folder's.
+
+        Raises WeightsMissing where newer ones than it can have are lost.
+        """
         if self.rank == 0:  # for all ranks
             await self._exchange.catch_up()
 
@@ -111,14 +146,14 @@ class Generator(ForgeActor):
         those of temperature 1. When the caller is cancelled, sampling ends.
 
         Raises PromptTooLong when it leaves no room for a token in `max_model_len`, ConfigError for sampling
-        keys or values that vLLM does not take, ForgeError when the weights produce no finite numbers, and
-        ActorFailure when the engine has failed.
+        keys or values that vLLM does not take or for a `seed` that a deterministic generator misses,
+        ForgeError when the weights produce no finite numbers, and ActorFailure when the engine has failed.
         """
         from forge.actors._vllm.arguments import sampling_params
         from forge.actors._vllm.completions import to_completions
 
         loop, tokenizer = self._on_driver("generate"), self._engine.tokenizer
-        params = sampling_params({**self._sampling_config, **sampling})
+        params = sampling_params({**self._sampling_config, **sampling}, needs_seed=self._deterministic)
         ids = tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else list(prompt)
         completions = to_completions(await loop.generate(ids, params), params, tokenizer)
         num_tokens = sum(len(completion.token_ids) for completion in completions)
@@ -135,12 +170,33 @@ class Generator(ForgeActor):
         """Goes on with a published version of the weights; returns the version it then holds.
 
         Where it holds this version already, or a newer one that it caught up with, nothing is done: it never
-        goes back. Tokens of running calls keep the version that sampled them; the calls go on with the new
-        one. While the weights are fetched, sampling continues. Raises WeightsMissing or WeightsMismatch and
-        goes on with the old version when the new one can't be had or isn't this model's.
+        goes back. Tokens of running calls keep the version that sampled them. Sampling continues while the
+        weights are fetched and proven. On a CPU without compilation it also does while they are packed and
+        checked; elsewhere they are loaded and checked between two steps.
+
+        Raises WeightsMissing, and goes on with the old version, when the new one can't be had. Raises
+        WeightsMismatch, naming the tensor, when what arrives isn't what was published or isn't this model's:
+        then it serves no more (ReplicaUnfit, for which a service goes to other replicas and replaces this
+        one) until it has a version that is proven.
         """
         self._on_driver("update_weights")
         return await self._exchange.update(version)
+
+    @endpoint(retry=True)
+    async def sleep(self) -> None:
+        """Samples nothing until `wake`, so that the trainer has the GPUs or cores that both use.
+
+        Calls wait; those that run go on afterwards, or with in_flight "finish" end before. With vLLM's
+        `enable_sleep_mode` the memory of the GPU is free meanwhile: weights go to the host's memory, and the
+        KV cache is computed anew. New weights may come at any time (`update_weights`). A second time, nothing
+        is done. A replica that takes the place of a lost one is awake.
+        """
+        await self._on_driver("sleep").sleep(when_idle=self._in_flight is InFlight.FINISH)
+
+    @endpoint(retry=True)
+    async def wake(self) -> None:
+        """Goes on after `sleep`, with the calls that waited; while it is awake, nothing is done."""
+        await self._on_driver("wake").wake()
 
     @endpoint(retry=True)
     async def score(self, token_ids: list[int]) -> Tensor:
@@ -158,11 +214,27 @@ class Generator(ForgeActor):
         return self._engine.version
 
     @endpoint
-    async def stage_weights(self, version: int, timeout_s: float) -> None:
-        """Fetches a version for this rank's worker; part of `update_weights`."""
-        from forge.actors._vllm.worker import stage
+    async def stage_weights(self, version: int, timeout_s: float) -> Shards:
+        """Fetches what this rank needs of a version; part of `update_weights`. Returns all but the values."""
+        from forge.actors._vllm.worker import rank_weights
 
-        stage(version, await fetch(version, timeout_s))
+        shards = await fetch_shards(version, rank_weights().plan.boxes, timeout_s)
+        rank_weights().stage(shards)
+        return replace(shards, tensors={})
+
+    @endpoint
+    async def prepare_weights(self, version: int) -> None:
+        """Packs them beside those in use; part of `update_weights`, after all ranks' are proven."""
+        from forge.actors._vllm.worker import rank_weights
+
+        await asyncio.wrap_future(rank_weights().prepare(version))
+
+    @endpoint
+    async def drop_weights(self) -> None:
+        """Lets go of what was staged for an update that failed."""
+        from forge.actors._vllm.worker import rank_weights
+
+        rank_weights().drop()
 
     @endpoint
     async def worker_rpc(self, request: bytes) -> bytes | None:
@@ -179,10 +251,19 @@ class Generator(ForgeActor):
         return MeshWorker(self.rank)
 
     async def _stage_everywhere(self, version: int, timeout_s: float) -> None:
-        if self.world_size > 1:
-            await self.peers.stage_weights.call(version, timeout_s)
-        else:
-            await self.stage_weights(version, timeout_s)
+        """Raises WeightsMismatch before anything of the model has changed."""
+        try:
+            staged = await self._on_all_ranks("stage_weights", version, timeout_s)
+            self._engine.check(staged[0].manifest, [shards.claims for shards in staged])
+            await self._on_all_ranks("prepare_weights", version)
+        except BaseException:
+            await self._on_all_ranks("drop_weights")
+            raise
+
+    async def _on_all_ranks(self, method: str, *args: Any) -> list[Any]:
+        if self.world_size == 1:
+            return [await getattr(self, method)(*args)]
+        return [result for _, result in (await getattr(self.peers, method).call(*args)).items()]
 
     async def _start_engine(self) -> "Engine":
         from forge.data import assets
@@ -197,6 +278,8 @@ class Generator(ForgeActor):
             self._sampling_config,
             folder=folder,
             seed=engine_seed(self._seed, self.replica, self.generation),
+            in_flight=self._in_flight,
+            deterministic=self._deterministic,
             num_procs=self.world_size,
             call_peers=call_peers,
         )
@@ -234,6 +317,27 @@ def engine_seed(seed: int, replica: int, generation: int = 0) -> int:
     One that was replaced does not begin its random numbers again.
     """
     return (seed * 65_536 + replica + 1024 * generation % 65_536) % 2**32
+
+
+def call_seed(seed: int, *numbers: int) -> int:
+    """A call's seed from those of the run and of what is asked, [0, 2^62): near no other call's.
+
+    vLLM seeds the i-th of a call's completions with the call's seed + i, so that calls with seeds next to
+    each other would sample alike.
+    """
+    digest = hashlib.blake2b(repr((seed, *numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def _use_batch_invariant_kernels() -> None:
+    """Before vLLM is imported: its kernels then add up in an order that no other request changes."""
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        raise ConfigError(
+            "a deterministic generator needs a GPU of compute capability 8.0 or more, this is a "
+            f"{torch.cuda.get_device_name()} with {major}.{minor}: leave generator.deterministic out"
+        )
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
 def _make_engine(config: dict[str, Any], sampling: dict[str, Any], **kwargs: Any) -> "Engine":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from forge.actors.trainer.memory import keep_freed_memory
+from forge.actors.memory import keep_freed_memory, release_cached_memory
 from forge.actors.trainer.options import model_options
 from forge.controller import ForgeActor, endpoint
 from forge.data_models import Completion, TrainInputs
@@ -89,10 +89,16 @@ class ReferenceModel(ForgeActor):
     async def logprobs(self, completions: Sequence[Completion]) -> list[Tensor]:
         """Log-probabilities of each completion's tokens, [T] float32 in nats, at its sampling temperature.
 
-        Completions of one prompt cost that prompt once. Raises ForgeError for completions that can't be
+        Completions of one prompt cost that prompt once. What is found depends on the completions of this
+        call alone, to the bit: calls do not share passes. Raises ForgeError for completions that can't be
         scored: without prompt_ids, empty, or longer with their prompt than `training.seq_len`.
         """
         return await self.run_blocking(self._logprobs, list(completions))
+
+    @endpoint(retry=True)
+    async def release_memory(self) -> None:
+        """Gives back what it keeps of the GPU's memory for its next passes."""
+        await self.run_blocking(release_cached_memory)
 
     @torch.no_grad()
     def _forward(self, input_ids: Tensor, num_prompt: int, return_logprobs: bool) -> Tensor:

@@ -13,7 +13,7 @@ from forge.controller.call import Outgoing, waiting
 from forge.controller.lane import Lane, LaneLost, Member
 from forge.controller.router import Router
 from forge.controller.session import Session
-from forge.errors import ActorFailure, CallTimeout, ForgeError, ReplicaLost
+from forge.errors import ActorFailure, CallTimeout, ForgeError, ReplicaLost, ReplicaUnfit
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class Roster:
     num_coming: int = 0  # replicas that start, for the first time or in place of lost ones
     reasons: tuple[str, ...] = ()  # why replicas are not there, one line each
     is_closed: bool = False
+    heals: bool = True  # whether lost replicas are replaced
 
 
 @dataclass(slots=True)
@@ -143,7 +144,7 @@ class Dispatcher:
             try:
                 return await self._attempt(lane, call, send)
             except LaneLost as loss:
-                if not retry or call.attempt == MAX_ATTEMPTS:
+                if not (retry or loss.is_unfit) or call.attempt == MAX_ATTEMPTS:
                     raise ReplicaLost(_told(call, lane, loss, retry)) from None
             call.attempt += 1
             call.replica = call.pid = None
@@ -151,7 +152,7 @@ class Dispatcher:
     async def _attempt(self, lane: Lane, call: Outgoing, send: Send) -> Any:
         call.replica, call.pid = lane.index, lane.member.pid
         try:
-            answer = await send(lane, call)
+            answer = await self._sent(lane, call, send)
             lane.num_done += 1
             return answer
         except LaneLost as loss:
@@ -163,6 +164,21 @@ class Dispatcher:
             raise
         finally:
             self._release(lane)
+
+    async def _sent(self, lane: Lane, call: Outgoing, send: Send) -> Any:
+        """A replica that declares itself unfit is as good as lost, where another one takes its place.
+
+        One that isn't replaced stays, and may become fit again. Its caller, which may be a replica itself,
+        gets a plain ActorFailure: it is not unfit.
+        """
+        try:
+            return await send(lane, call)
+        except ReplicaUnfit as unfit:
+            if not self.roster.heals:
+                raise ActorFailure(str(unfit)) from None
+            loss = LaneLost(str(unfit).splitlines()[0])
+            loss.is_unfit = True
+            raise loss from None
 
     async def _acquire(self, session: Session | None) -> Lane:
         """A replica with a place for this call, which `_release` gives back."""
@@ -260,7 +276,8 @@ class Dispatcher:
 
 
 def _told(call: Outgoing, lane: Lane, loss: LaneLost, retry: bool) -> str:
-    told = f"{call.service}.{call.method}: the process of replica {lane.index} is gone ({loss})"
+    fate = "must not serve" if loss.is_unfit else "is gone"
+    told = f"{call.service}.{call.method}: the process of replica {lane.index} {fate} ({loss})"
     if retry:
         told += f", as with {MAX_ATTEMPTS - 1} replicas before: this call may be what kills them"
     return told

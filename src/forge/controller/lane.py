@@ -26,6 +26,8 @@ class Member:
 class LaneLost(Exception):
     """The process behind a lane is gone; the message says how it ended. Never seen by a user."""
 
+    is_unfit = False  # whether it lives, and said that it must not serve: it has done nothing of the call
+
 
 class Lane:
     """Sends calls to one replica.

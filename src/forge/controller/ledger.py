@@ -41,6 +41,7 @@ class Demand:
     with_gpus: bool  # one for each process
     num_replicas: int
     compute_bound: bool
+    shares_gpus_with: str | None = None  # the service on whose GPUs it runs; None: on its own
 
     @classmethod
     def of(cls, options: "ActorOptions[Any]") -> "Demand":
@@ -52,6 +53,7 @@ class Demand:
             options.with_gpus,
             options.num_replicas,
             options.cls.compute_bound,
+            options.shares_gpus_with if options.with_gpus else None,
         )
 
     @property
@@ -64,6 +66,11 @@ class Demand:
         """GPUs of all replicas."""
         return self.gpus_per_host * self.num_hosts * self.num_replicas
 
+    @property
+    def num_own_gpus(self) -> int:
+        """Those of them that nobody else has."""
+        return self.num_gpus if self.shares_gpus_with is None else 0
+
 
 @dataclass(slots=True, eq=False)
 class Place:
@@ -72,6 +79,7 @@ class Place:
     hosts: list[Host]
     gpus_by_host: list[list[str]]
     procs: int  # on each host
+    shares_with: str | None = None  # the service that holds its GPUs; None: it does so itself
     is_held: bool = True
 
     @property
@@ -84,6 +92,11 @@ class Place:
         """Whether a host under it is."""
         return any(host.is_gone for host in self.hosts)
 
+    def gpus_on(self, host: Host) -> list[str]:
+        """Of its processes on this host."""
+        pairs = zip(self.hosts, self.gpus_by_host, strict=True)
+        return [gpu for own, gpus in pairs if own is host for gpu in gpus]
+
     def num_threads(self, *, compute_bound: bool) -> int:
         """OpenMP threads of each process: its share of the cores where it keeps them busy."""
         return max(1, min(h.num_cores for h in self.hosts) // self.procs) if compute_bound else 1
@@ -95,6 +108,7 @@ class Ledger:
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = list(hosts)
         self._plan: dict[str, list[Place]] = {}
+        self._places: dict[str, list[Place]] = {}  # of each service, planned or in use
 
     @property
     def alive(self) -> list[Host]:
@@ -104,12 +118,13 @@ class Ledger:
     def plan(self, demands: Sequence[Demand]) -> dict[str, list[Place]]:
         """Finds a place for every replica of a run, the largest first, and keeps it for when it starts.
 
-        Raises NotEnoughGPUs with the arithmetic where one finds none, and then keeps nothing.
+        Those that share GPUs come last; replicas of one service never have a GPU in common. Raises
+        NotEnoughGPUs with the arithmetic where one finds none, and then keeps nothing.
         """
         self._drop_plan()
         _check_sum(demands, self.alive)
         try:
-            for demand in sorted(demands, key=lambda demand: -demand.gpus_per_host):
+            for demand in sorted(demands, key=lambda d: (d.shares_gpus_with is not None, -d.gpus_per_host)):
                 self._plan[demand.name] = self._place_all(demand, demand.num_replicas)
         except ConfigError:
             self._drop_plan()
@@ -134,8 +149,20 @@ class Ledger:
             return
         place.is_held = False
         for host, gpus in zip(place.hosts, place.gpus_by_host, strict=True):
-            host.free = [*gpus, *host.free] if is_unused else [*host.free, *gpus]
             host.num_procs -= place.procs
+            if place.shares_with is None:
+                host.free = [*gpus, *host.free] if is_unused else [*host.free, *gpus]
+
+    def is_shared(self, place: Place) -> bool:
+        """Whether its GPUs are another service's, or others run on them, too."""
+        others = (p for places in self._places.values() for p in places if p.is_held and p is not place)
+        return place.shares_with is not None or any(
+            set(place.gpus_on(host)) & set(other.gpus_on(host)) for other in others for host in place.hosts
+        )
+
+    def is_to_move(self, name: str) -> bool:
+        """Whether a replica of this service still holds a place on a host that is gone."""
+        return any(place.is_held and place.is_gone for place in self._places.get(name, []))
 
     def _put_back(self, places: Sequence[Place]) -> None:
         for place in reversed(places):
@@ -148,13 +175,47 @@ class Ledger:
     def _place_all(self, demand: Demand, num_replicas: int) -> list[Place]:
         places: list[Place] = []
         for index in range(num_replicas):
-            place = self._place(demand)
+            place = self._place(demand) if demand.shares_gpus_with is None else self._place_shared(demand)
             if place is None:
-                error = _no_room(demand, index, num_replicas, self.alive)
+                error = self._no_room(demand, index, num_replicas)
                 self._put_back(places)
                 raise error
             places.append(place)
+            held = [each for each in self._places.get(demand.name, []) if each.is_held]
+            self._places[demand.name] = [*held, place]
         return places
+
+    def _held(self, name: str | None) -> list[Place]:
+        """The places of a service on hosts that are there."""
+        return [p for p in self._places.get(name or "", []) if p.is_held and not p.is_gone]
+
+    def _shared_gpus(self, demand: Demand, host: Host) -> list[str]:
+        """GPUs on a host of the service that shares its own, without those that a replica of this one has."""
+        used = {gpu for place in self._held(demand.name) for gpu in place.gpus_on(host)}
+        base = [gpu for place in self._held(demand.shares_gpus_with) for gpu in place.gpus_on(host)]
+        return [gpu for gpu in base if gpu not in used]
+
+    def _place_shared(self, demand: Demand) -> Place | None:
+        """The hosts with the most GPUs of the other service that are left for this one."""
+        left = {host.name: self._shared_gpus(demand, host) for host in self.alive}
+        hosts = sorted(self.alive, key=lambda host: -len(left[host.name]))[: demand.num_hosts]
+        gpus = [left[host.name][: demand.gpus_per_host] for host in hosts]
+        if len(hosts) < demand.num_hosts or any(len(each) < demand.gpus_per_host for each in gpus):
+            return None
+        for host in hosts:
+            host.num_procs += demand.procs
+        return Place(hosts, gpus, demand.procs, demand.shares_gpus_with)
+
+    def _no_room(self, demand: Demand, index: int, num_replicas: int) -> ConfigError:
+        if demand.shares_gpus_with is None or demand.num_hosts > len(self.alive):
+            return _no_room(demand, index, num_replicas, self.alive)
+        base = sum(len(place.gpus) for place in self._held(demand.shares_gpus_with))
+        replicas = f"{num_replicas} replicas x {demand.num_gpus // demand.num_replicas} GPUs"
+        return ConfigError(
+            f"{demand.name} shares the GPUs of {demand.shares_gpus_with}, which has {base}, and wants "
+            f"{replicas} of them: there is room for {index}, with each replica's GPUs on one host. Lower "
+            f"services.{demand.name}.num_replicas or procs, or raise services.{demand.shares_gpus_with}.procs"
+        )
 
     def _place(self, demand: Demand) -> Place | None:
         """GPUs: the fullest host that has room, which leaves large gaps; none: the least busy host."""
@@ -180,9 +241,9 @@ def _is_like(place: Place, demand: Demand) -> bool:
 
 
 def _check_sum(demands: Sequence[Demand], hosts: list[Host]) -> None:
-    wanted, free = sum(d.num_gpus for d in demands), sum(len(host.free) for host in hosts)
+    wanted, free = sum(d.num_own_gpus for d in demands), sum(len(host.free) for host in hosts)
     if wanted > free:
-        parts = [f"{d.name} {d.num_gpus}" for d in demands if d.num_gpus]
+        parts = [f"{d.name} {d.num_own_gpus}" for d in demands if d.num_own_gpus]
         who = f"{' + '.join(parts)} = {wanted} GPUs are wanted"
         if len(parts) == 1:
             who = f"{parts[0].rpartition(' ')[0]} wants {wanted} GPUs"

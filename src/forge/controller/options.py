@@ -20,6 +20,7 @@ class Options(TypedDict, total=False):
     procs: int  # processes of one replica on each of its hosts, default 1
     hosts: int | None  # hosts of one replica, with `procs` processes on each; None: one
     with_gpus: bool  # one GPU for every process
+    shares_gpus_with: str | None  # name of the service on whose GPUs it runs; None: on its own
     num_replicas: int  # default 1
     mesh_name: str | None  # name in logs and messages; that of the class by default
     env: dict[str, str] | None  # environment variables of its processes
@@ -42,6 +43,7 @@ class ActorOptions(Generic[A]):
     procs: int = 1
     hosts: int | None = None
     with_gpus: bool = False
+    shares_gpus_with: str | None = None
     num_replicas: int = 1
     mesh_name: str | None = None
     env: dict[str, str] | None = None

@@ -10,12 +10,15 @@ from forge.errors import NotEnoughGPUs
 _HEADER = ("service", "replica", "host", "GPUs", "processes", "OpenMP threads of each")
 
 
-def placement_table(launcher: Launcher, demands: Sequence[Demand]) -> str:
+def placement_table(launcher: Launcher, demands: Sequence[Demand], num_set_aside: int = 0) -> str:
     """A table of all replicas and their sums against what the hosts have, by the arithmetic of a real start.
+
+    num_set_aside: the last hosts, which run no actors.
 
     GPUs that are missing are imagined, so that the plan for another machine can be read on this one.
     """
-    ledger, num_missing = Ledger(launcher.plan()), 0
+    hosts = launcher.plan()
+    ledger, num_missing = Ledger(hosts[: len(hosts) - num_set_aside]), 0
     have = [len(host.gpus) for host in ledger.hosts]
     while True:
         try:
@@ -40,10 +43,15 @@ def _row(demand: Demand, index: int, place: Place) -> tuple[str, ...]:
         demand.name,
         str(index),
         " + ".join(host.name for host in place.hosts),
-        " + ".join(",".join(gpus) for gpus in place.gpus_by_host if gpus) or "none",
+        _gpus(place),
         procs,
         str(place.num_threads(compute_bound=demand.compute_bound)),
     )
+
+
+def _gpus(place: Place) -> str:
+    ids = " + ".join(",".join(gpus) for gpus in place.gpus_by_host if gpus) or "none"
+    return ids if place.shares_with is None else f"{ids} of {place.shares_with}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -52,7 +60,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _sums(demands: Sequence[Demand], ledger: Ledger, have: list[int], num_missing: int) -> str:
-    num_gpus = sum(demand.num_gpus for demand in demands)
+    num_gpus = sum(demand.num_own_gpus for demand in demands)
     num_procs = sum(host.num_procs for host in ledger.hosts)
     has = " + ".join(map(str, have))
     cores = " + ".join(str(host.num_cores) for host in ledger.hosts)

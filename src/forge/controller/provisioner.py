@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,16 +45,34 @@ class Provisioner:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._ledger = Ledger(launcher.plan())
+        self._set_aside: list[Host] = []
         self._is_open = False
         self._opening = asyncio.Lock()
         self._replacements: dict[str, asyncio.Task[None]] = {}  # by name of the host that is gone
+        self._num_moving: Counter[str] = Counter()  # replicas of each service that look for another place
+        self._changed = asyncio.Event()  # of who holds what; each change has its own
 
     async def open(self, folder: Path) -> None:
         """Starts the hosts; a second time does nothing. `folder` lives as long as the run."""
         async with self._opening:
             if not self._is_open:
-                await self._launcher.start(self._ledger.hosts, folder)
+                await self._launcher.start([*self._ledger.hosts, *self._set_aside], folder)
                 self._is_open = True
+
+    async def set_aside(self, num_hosts: int, folder: Path) -> list[HostMesh]:
+        """Keeps the last hosts for something else than actors; to be asked before any has a place.
+
+        Starts all hosts. ConfigError when no other is left.
+        """
+        hosts = self._ledger.hosts
+        if num_hosts >= len(hosts):
+            raise ConfigError(
+                f"{num_hosts} of {len(hosts)} hosts can't be set aside: actors need at least one; "
+                f"raise launcher.num_hosts to {num_hosts + 1}"
+            )
+        self._set_aside, hosts[-num_hosts:] = hosts[-num_hosts:], []
+        await self.open(folder)
+        return [_mesh_over(host.name, [host]) for host in self._set_aside]
 
     async def close(self) -> None:
         """Ends the hosts. What ran on them was released before."""
@@ -74,15 +93,17 @@ class Provisioner:
     def give_back(self, place: Place) -> None:
         """Frees a place; a second time does nothing."""
         self._ledger.give_back(place)
+        self._tell()
 
     async def move(self, demand: Demand, place: Place, *, is_suspect: bool) -> Place:
         """Where a lost replica starts again: another place when its host is gone, or on spare GPUs when its
-        own are suspect; else the same. NotEnoughGPUs when no host that is left has room."""
+        own are suspect, but not from GPUs that are shared; else the same. NotEnoughGPUs when no host that is
+        left has room."""
         self._look()
         if place.is_gone:
             self.give_back(place)
             return await self._find(demand)
-        if not (is_suspect and place.gpus):
+        if not (is_suspect and place.gpus) or self._ledger.is_shared(place):
             return place
         try:
             [spare] = self._ledger.reserve(demand, 1)
@@ -139,15 +160,32 @@ class Provisioner:
             end_processes(ours)
 
     async def _find(self, demand: Demand) -> Place:
-        """A place on the hosts that are left, or on those that are about to take the place of lost ones."""
-        while True:
-            coming = [task for task in self._replacements.values() if not task.done()]
-            try:
-                return self._ledger.reserve(demand, 1)[0]
-            except ConfigError:
-                if not coming:
-                    raise
-            await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+        """A place on the hosts that are left, or on those that are about to take the place of lost ones; on
+        the GPUs of a service that moves, too, once it has moved."""
+        self._num_moving[demand.name] += 1
+        try:
+            while True:
+                changed = self._changed
+                try:
+                    return self._ledger.reserve(demand, 1)[0]
+                except ConfigError:
+                    if not self._has_more_to_come(demand):
+                        raise
+                await changed.wait()
+        finally:
+            self._num_moving[demand.name] -= 1
+            self._tell()
+
+    def _has_more_to_come(self, demand: Demand) -> bool:
+        """Whether a place that is not there yet may come, of what has been lost so far."""
+        base = demand.shares_gpus_with
+        if base is not None and (self._num_moving[base] or self._ledger.is_to_move(base)):
+            return True
+        return any(not task.done() for task in self._replacements.values())
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _look(self) -> None:
         """Takes hosts that have ended out of the ledger."""
@@ -159,7 +197,8 @@ class Provisioner:
         host.is_gone = True
         logger.warning("%s is gone (%s)", host.name, reason)
         if not host.is_replacement:  # one that goes too is not worth a third
-            self._replacements[host.name] = asyncio.ensure_future(self._replace(host))
+            self._replacements[host.name] = task = asyncio.ensure_future(self._replace(host))
+            task.add_done_callback(lambda _: self._tell())
 
     async def _replace(self, lost: Host) -> None:
         try:

@@ -31,6 +31,7 @@ from forge.errors import RunStalled
 from forge.observability import metrics
 
 if TYPE_CHECKING:
+    from forge.controller._monarch import HostMesh
     from forge.controller.options import ActorOptions
 
 logger = logging.getLogger(__name__)
@@ -119,14 +120,30 @@ class Runtime:
         """Raises NotEnoughGPUs when these can't all be started, before one of them is; keeps their places."""
         self.provisioner.check([Demand.of(options) for options in services])
 
+    async def set_aside(self, num_hosts: int) -> "list[HostMesh]":
+        """Monarch's meshes of so many hosts, on which no actor will run: to be asked before any has a place.
+
+        ConfigError when no other host would be left.
+        """
+        return await self.provisioner.set_aside(num_hosts, self.folder)
+
     def on_close(self, closer: Callable[[], Awaitable[None]]) -> None:
         """Runs `closer` after the last actor is stopped."""
         self._closers.append(closer)
 
     async def drain_metrics(self) -> dict[str, float]:
         """Everything recorded in all processes since the last call, merged."""
+        return metrics.merge(await self._drain())
+
+    async def recorded(self) -> dict[str, metrics.Stat]:
+        """The same before it is merged; it is left for `drain_metrics`."""
+        stats = metrics.combine(await self._drain())
+        metrics.put_back(stats)
+        return stats
+
+    async def _drain(self) -> list[dict[str, metrics.Stat]]:
         drained = await asyncio.gather(*(service.drain_metrics() for service in self.services.values()))
-        return metrics.merge([metrics.drain(), *(part for parts in drained for part in parts)])
+        return [metrics.drain(), *(part for parts in drained for part in parts)]
 
     async def close(self, uid: str) -> None:
         """Stops one actor or service; a second time does nothing."""

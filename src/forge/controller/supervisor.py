@@ -304,6 +304,7 @@ class Supervisor:
             num_coming=sum(r.state in coming for r in replicas) if self.heals else 0,
             reasons=tuple(f"replica {r.index}: {r.reason}" for r in replicas if r.reason),
             is_closed=self._is_closed,
+            heals=self.heals,
         )
         self.dispatcher.update(roster)
         self._changed.set()

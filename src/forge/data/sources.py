@@ -4,11 +4,11 @@ import dataclasses
 import difflib
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from forge.data.rows import IndexedRows, Position, Row, RowSource, Table
+from forge.data.rows import FilteredRows, IndexedRows, Position, Row, RowSource, Table
 from forge.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -83,6 +83,9 @@ class _StreamedRows:
         shuffled = self._stream.shuffle(seed=self._seed, buffer_size=_SHUFFLE_BUFFER).skip(start.index)
         shuffled.set_epoch(start.epoch)
         return iter(shuffled)
+
+    def where(self, keep: Callable[[Row], bool]) -> RowSource:
+        return FilteredRows(self, keep)
 
 
 def _make_task(task: str, split: str, options: Mapping[str, Any], seed: int) -> "ProceduralDataset":

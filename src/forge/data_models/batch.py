@@ -34,8 +34,11 @@ class TrainTargets:
     advantages: Tensor  # [N] float32, or [N, T] for one per token
     generator_logprobs: Tensor  # [N, T] float32, 0 where masked
     ref_logprobs: Tensor | None = None  # [N, T] float32, 0 where masked
+    # [N, T] float32: of the trainer's policy when the batch's first update began; None: this is the first
+    proximal_logprobs: Tensor | None = None
     temperature: float = 1.0  # that of the sampling; the trainer divides its logits by it
     episode_ids: list[str] = field(default_factory=list)  # [N]
+    policy_versions: list[int] = field(default_factory=list)  # [N] the oldest that sampled a token of each
 
 
 @dataclass(frozen=True, slots=True)

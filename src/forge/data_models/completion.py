@@ -1,7 +1,7 @@
 """[1-2] A question from the dataset and an answer of the generator."""
 
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ class Sample(TypedDict):
 
     request: str  # prompt text, rendered by the model's chat template
     target: str  # what a reward function compares the answer with
+    question: NotRequired[str]  # as the dataset has it, for people to read
 
 
 Prompt = str | list[int]

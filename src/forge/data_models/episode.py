@@ -11,7 +11,8 @@ from forge.data_models.completion import Completion
 class Episode:
     """One completion with its reward, its advantage over its group, and the reference's opinion of it.
 
-    `ref_logprobs` [T] is None where no reference model is used.
+    `advantage` is one for all tokens, or [T] float32 for one per token. `ref_logprobs` [T] is None where no
+    reference model is used.
     """
 
     episode_id: str
@@ -19,7 +20,7 @@ class Episode:
     completion: Completion
     target: str
     reward: float
-    advantage: float
+    advantage: float | Tensor
     ref_logprobs: Tensor | None = None
 
     @property

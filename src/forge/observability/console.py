@@ -30,6 +30,9 @@ class Progress:
         self.step = 0
         self.values: Mapping[str, float] = {}
         self.curve: deque[float] = deque(maxlen=48)  # of the view's goal
+        self.evaluated: Mapping[str, float] = {}  # by the last evaluation
+        self.evaluated_step = 0
+        self.best: tuple[float, int] | None = None  # what an evaluation came to, and its step
         self._started = time.monotonic()
         self._finished: deque[float] = deque(maxlen=21)  # when the last steps ended
 
@@ -38,6 +41,11 @@ class Progress:
         self._finished.append(time.monotonic())
         if self.view.goal[1] in values:
             self.curve.append(values[self.view.goal[1]])
+        if evaluated := self.view.evaluated(values):
+            self.evaluated, self.evaluated_step = evaluated, step
+            score = next(iter(evaluated.values()))
+            if self.best is None or score > self.best[0]:
+                self.best = score, step
 
     @property
     def elapsed_s(self) -> float:
@@ -54,6 +62,10 @@ class Progress:
         """A metric as text, "-" where it is missing."""
         name, style = self.view.shown[label]
         return style.format(self.values[name]) if name in self.values else "-"
+
+    def evaluation(self) -> str:
+        """The last evaluation as text."""
+        return "  ".join(f"{name} {value:.3f}" for name, value in self.evaluated.items())
 
     def step_time(self) -> str:
         """The step's seconds and those of its phases, the longest first."""
@@ -82,8 +94,9 @@ class LineSink:
         progress.update(step, values)
         steps = "-" if progress.steps is None else str(progress.steps)
         metrics = "  ".join(f"{label} {progress.shown(label)}" for label in progress.view.shown)
+        evaluation = f"{progress.evaluation()}  " if progress.view.evaluated(values) else ""
         print(
-            f"step {step:>{len(steps)}}/{steps}  {metrics}  step time {progress.step_time()}  "
+            f"step {step:>{len(steps)}}/{steps}  {metrics}  {evaluation}step time {progress.step_time()}  "
             f"ETA {clock(progress.eta_s)}",
             file=self._stream,
             flush=True,
@@ -133,7 +146,7 @@ def console_sink(steps: int | None, title: str = "", view: View = RL_VIEW) -> Di
 
 
 def render(progress: Progress) -> Group:
-    """What the display shows: how far, the metrics, where the time goes, the curve of the goal so far."""
+    """What the display shows: how far, the metrics, where the time goes, the goal so far, the evaluation."""
     head = Table.grid(padding=(0, 2))
     steps = progress.steps
     head.add_row(
@@ -152,7 +165,14 @@ def render(progress: Progress) -> Group:
     times = Text("step time ", style="dim", no_wrap=True, overflow="ellipsis")
     times.append(progress.step_time(), style="default")
     curve = Text(f"{progress.view.goal[0]:<9} ", style="dim").append(sparkline(progress.curve), style="green")
-    return Group(head, metrics, times, curve)
+    lines = [head, metrics, times, curve]
+    if progress.best is not None:
+        score, step = progress.best
+        evaluation = Text("evaluation ", style="dim", no_wrap=True, overflow="ellipsis")
+        evaluation.append(progress.evaluation(), style="bold")
+        evaluation.append(f"   at step {progress.evaluated_step}, best {score:.3f} at {step}", style="dim")
+        lines.append(evaluation)
+    return Group(*lines)
 
 
 def sparkline(values: deque[float]) -> str:

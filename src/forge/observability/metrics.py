@@ -67,13 +67,24 @@ def drain() -> dict[str, Stat]:
     return drained
 
 
-def merge(parts: Iterable[Mapping[str, Stat]]) -> dict[str, float]:
-    """What several processes drained -> one number a name, sorted by name."""
-    merged: dict[str, Stat] = {}
+def put_back(stats: Mapping[str, Stat]) -> None:
+    """Adds what was drained, or was recorded by an earlier process, to what is recorded in this one."""
+    with _lock:
+        _add(stats)
+
+
+def combine(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
+    """What several processes drained -> one Stat a name, sorted by name."""
+    combined: dict[str, Stat] = {}
     for part in parts:
         for name, stat in part.items():
-            merged[name] = merged[name] + stat if name in merged else stat
-    return {name: merged[name].reduce(name) for name in sorted(merged)}
+            combined[name] = combined[name] + stat if name in combined else stat
+    return dict(sorted(combined.items()))
+
+
+def merge(parts: Iterable[Mapping[str, Stat]]) -> dict[str, float]:
+    """What several processes drained -> one number a name, sorted by name."""
+    return {name: stat.reduce(name) for name, stat in combine(parts).items()}
 
 
 @contextmanager

@@ -13,6 +13,16 @@ class View:
     ends: tuple[int, int]  # values of the goal that its first and its last mean are made of
     panels: tuple[tuple[str, str, str], ...]  # four in the picture: title, metric, color
     throughput: tuple[str, str]  # tokens and the seconds they took
+    # metrics of an evaluation, without the number they end with; the first is drawn with the goal
+    evaluation: tuple[str, ...] = ()
+
+    def evaluated(self, values: Mapping[str, float]) -> dict[str, float]:
+        """What an evaluation in this step came to, by names like avg@4, in order; nothing without one."""
+        found = []
+        for prefix in self.evaluation:
+            numbers = [name.removeprefix(prefix) for name in values if name.startswith(prefix)]
+            found += [f"{prefix}{number}" for number in sorted(numbers, key=int)]
+        return {name.rpartition("/")[2]: values[name] for name in found}
 
     def tokens_per_s(self, values: Mapping[str, float]) -> float | None:
         """None where a step has no such metrics."""
@@ -39,6 +49,7 @@ RL_VIEW = View(
         ("Step time (s)", "time/step_s", "#35618f"),
     ),
     throughput=("generator/num_tokens", "time/step_s"),
+    evaluation=("evaluation/avg@", "evaluation/pass@"),
 )
 
 SFT_VIEW = View(

@@ -39,12 +39,41 @@ def pack_episodes(episodes: Sequence[Episode]) -> tuple[TrainInputs, TrainTarget
         source_ids=targets.source_ids,
         target_ids=targets.target_ids,
         loss_mask=targets.loss_mask,
-        advantages=torch.tensor([e.advantage for e in episodes], dtype=torch.float32),
+        advantages=_stack(advantages_of(episodes)),
         generator_logprobs=targets.generator_logprobs,
         ref_logprobs=ref_logprobs,
         temperature=targets.temperature,
         episode_ids=[e.episode_id for e in episodes],
+        policy_versions=[e.policy_version for e in episodes],
     )
+
+
+def advantages_of(episodes: Sequence[Episode]) -> list[float | Tensor]:
+    """One number for each episode; where any has one per token, [T] float32 for each.
+
+    Raises ForgeError for an advantage tensor whose length is not the completion's.
+    """
+    if any(isinstance(e.advantage, Tensor) for e in episodes):
+        return [_token_advantages(e) for e in episodes]
+    return [e.advantage for e in episodes]
+
+
+def _token_advantages(episode: Episode) -> Tensor:
+    size = len(episode.completion.token_ids)
+    if not isinstance(episode.advantage, Tensor):
+        return torch.full((size,), float(episode.advantage))
+    if episode.advantage.shape != (size,):
+        raise ForgeError(
+            f"{episode.episode_id} has {size} tokens but advantages of shape "
+            f"{list(episode.advantage.shape)}: give one for all, or one per token"
+        )
+    return episode.advantage.float()
+
+
+def _stack(advantages: Sequence[float | Tensor]) -> Tensor:
+    """[N], or [N, T] with zeros for padding."""
+    by_token = [a for a in advantages if isinstance(a, Tensor)]
+    return _pad(by_token) if by_token else torch.tensor(advantages, dtype=torch.float32)
 
 
 def _check_references(episodes: Sequence[Episode]) -> None:

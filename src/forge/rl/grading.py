@@ -1,13 +1,15 @@
 """[3] RewardActor and ComputeAdvantages: how good an answer is, and how good beside its group."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 from forge.controller import ForgeActor, endpoint
 from forge.errors import ConfigError, RewardError
 from forge.observability.metrics import record
-from forge.rl.advantage import group_advantages
+from forge.rl.advantage import Baseline, Normalize, check_estimate, estimate, has_variance
 
 RewardFunction = Callable[[str, str, str], float]
 """(prompt, response, target) -> reward."""
@@ -25,38 +27,67 @@ class RewardActor(ForgeActor):
 
     def grade(self, prompt: str, completion: str, metadata: dict[str, Any]) -> float:
         """The reward of one answer; metadata holds "target" and whatever the caller passed. May be async."""
-        parts = {
-            name_of(function): _call(function, prompt, completion, metadata["target"])
-            for function in self._functions
-        }
-        record("reward", **parts)
-        return sum(parts.values()) / len(parts)
+        return fmean(self._parts(prompt, completion, metadata).values())
 
     @endpoint
     async def evaluate_response(self, prompt: str, response: str, target: str, **metadata: Any) -> float:
-        """The reward of one response. RewardError names the function, the prompt and the error."""
-        arguments = (prompt, response, {"target": target, **metadata})
+        """The reward of one response, which is recorded. RewardError names the function that raised or gave
+        no finite number, the prompt, and the error or the number."""
+        parts, reward = await self._graded(prompt, response, {"target": target, **metadata})
+        record("reward", **parts, mean=reward)
+        return reward
+
+    @endpoint
+    async def grade_response(self, prompt: str, response: str, target: str, **metadata: Any) -> float:
+        """As `evaluate_response`, for a response that is not trained on: nothing is recorded."""
+        _, reward = await self._graded(prompt, response, {"target": target, **metadata})
+        return reward
+
+    async def _graded(
+        self, prompt: str, response: str, metadata: dict[str, Any]
+    ) -> tuple[dict[str, float], float]:
+        """What each function gives, by its name, and the reward."""
+        if type(self).grade is RewardActor.grade:
+            parts = await self.run_blocking(self._parts, prompt, response, metadata)
+            return parts, fmean(parts.values())
+        name = f"{type(self).__name__}.grade"
         try:
             if asyncio.iscoroutinefunction(self.grade):
-                reward = await self.grade(*arguments)
+                reward = float(await self.grade(prompt, response, metadata))
             else:
-                reward = await self.run_blocking(self.grade, *arguments)
+                reward = float(await self.run_blocking(self.grade, prompt, response, metadata))
         except RewardError:
             raise
         except Exception as error:  # translated: whatever a user's grade() raises
-            raise reward_error(f"{type(self).__name__}.grade", prompt, error) from error
-        record("reward", mean=reward)
-        return float(reward)
+            raise reward_error(name, prompt, f"raised {type(error).__name__}: {error}") from error
+        check_finite(name, prompt, reward)
+        return {}, reward
+
+    def _parts(self, prompt: str, completion: str, metadata: dict[str, Any]) -> dict[str, float]:
+        return {
+            name_of(function): _call(function, prompt, completion, metadata["target"])
+            for function in self._functions
+        }
 
 
 class ComputeAdvantages(ForgeActor):
-    """Compares the answers of one group; override `compute` for another rule."""
+    """Compares the answers of one group; override `compute` for another rule.
+
+    baseline, normalize: see `forge.rl.advantage.estimate`; with "batch_std" the replay buffer whitens the
+    whole batch (`normalize_advantages`). ConfigError for a combination that can't be.
+    """
+
+    def __init__(self, baseline: Baseline = "group_mean", normalize: Normalize = "group_std") -> None:
+        check_estimate(baseline, normalize)
+        self._baseline: Baseline = baseline
+        self._normalize: Normalize = normalize
 
     @endpoint
-    async def compute(self, rewards: list[float]) -> list[float]:
-        """Rewards of one group -> advantages, in the same order."""
-        advantages = group_advantages(rewards)
-        record("reward", zero_variance_groups=float(max(rewards) == min(rewards)))
+    async def compute(self, rewards: list[float], graded: list[float] | None = None) -> list[float]:
+        """Rewards of one group -> advantages, in the same order. graded: the rewards before they were shaped,
+        whose variance the metric is about; None: the same."""
+        advantages = estimate(rewards, self._baseline, self._normalize)
+        record("reward", zero_variance_groups=float(not has_variance(graded or rewards)))
         return advantages
 
 
@@ -65,14 +96,24 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def reward_error(name: str, prompt: str, error: Exception) -> RewardError:
-    """One line: which function raised what, for which prompt."""
+def reward_error(name: str, prompt: str, problem: str) -> RewardError:
+    """One line: which function did what, for which prompt."""
     shown = prompt if len(prompt) <= 200 else f"{prompt[:200]}..."
-    return RewardError(f"reward function {name} raised {type(error).__name__}: {error} for prompt {shown!r}")
+    return RewardError(f"reward function {name} {problem} for prompt {shown!r}")
+
+
+def check_finite(name: str, prompt: str, reward: float) -> None:
+    """RewardError for NaN and infinity: a group with one of them can't be compared."""
+    if not math.isfinite(reward):
+        rule = "rewards must be finite: give 0.0, say, to an answer that can't be graded"
+        raise reward_error(name, prompt, f"gave the reward {reward} ({rule})")
 
 
 def _call(function: RewardFunction, prompt: str, response: str, target: str) -> float:
     try:
-        return float(function(prompt, response, target))
+        reward = float(function(prompt, response, target))
     except Exception as error:  # translated: whatever a user's reward function raises
-        raise reward_error(name_of(function), prompt, error) from error
+        problem = f"raised {type(error).__name__}: {error}"
+        raise reward_error(name_of(function), prompt, problem) from error
+    check_finite(name_of(function), prompt, reward)
+    return reward

@@ -108,3 +108,13 @@ def test_damage_is_named(folder: CheckpointFolder) -> None:
     assert folder.damage(4) == ".metadata can't be read (UnpicklingError)"
     folder.set_aside(4)
     assert folder.steps() == [1, 2, 3] and (folder.path / "step-4.damaged").is_dir()
+
+
+def test_those_after_the_step_to_start_from_are_set_aside(folder: CheckpointFolder) -> None:
+    add(folder, 1, 2, 3, 10)
+    folder.set_later_aside(None)
+    assert folder.steps() == [1, 2, 3, 10]
+    folder.set_later_aside(2)
+    assert names(folder) == ["step-1", "step-10.later", "step-2", "step-3.later"]
+    folder.tidy()
+    assert folder.steps() == [1, 2]

@@ -1,21 +1,28 @@
 """What engine_config and sampling_config may hold, and what a version of the weights must."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from vllm.sampling_params import RequestOutputKind
 
-from forge.actors._vllm.arguments import engine_args, engine_config, kv_cache_nbytes, sampling_params
+from forge.actors._vllm.arguments import (
+    engine_args,
+    engine_config,
+    full_kv_cache_nbytes,
+    kv_cache_nbytes,
+    sampling_params,
+)
 from forge.actors._vllm.checkpoint import check_weights, tensor_shapes
-from forge.actors._vllm.worker import stage, staged
-from forge.actors.generator import Generator, Policy, engine_seed
+from forge.actors.generator import Generator, Policy, call_seed, engine_seed
 from forge.errors import ConfigError, WeightsMismatch
+from forge.weights import TensorFacts
 
 GIB = 1 << 30
+CALL_SEED = 4508946950130151931  # of question 1 in a run with seed 0: runs that were killed go on with it
 
 
 def args_of(config: dict[str, Any], num_procs: int = 1) -> Any:
@@ -27,6 +34,7 @@ def args_of(config: dict[str, Any], num_procs: int = 1) -> Any:
     [
         ({"max_modellen": 9}, "unknown key engine_config.max_modellen: did you mean max_model_len?"),
         ({"zzz": 9}, "unknown key engine_config.zzz: the names are those of vLLM"),
+        ({"enable_chunked_prefill": True}, "enable_chunked_prefill must be false on a CPU"),
         ({"seed": 1}, "engine_config.seed is set by the generator: give Generator"),
         ({"logprobs_mode": "raw_logprobs"}, "log-probabilities are always those of the distribution"),
         ({"tensor_parallel_size": 2}, "1 processes, but .* 2 x pipeline_parallel_size 1 = 2: set"),
@@ -61,6 +69,27 @@ def test_the_kv_cache_holds_all_sequences_or_a_quarter_of_what_is_free(tiny_llam
     assert kv_cache_nbytes(resolved, available=4 * sequence * 3) == 3 * sequence
     assert kv_cache_nbytes(resolved, available=1000) == sequence
     assert resolved.cache_config.kv_cache_memory_bytes == 8 * sequence
+    assert full_kv_cache_nbytes(resolved, available=16 * sequence) == 8 * sequence
+    with pytest.raises(ConfigError, match="max_num_seqs 8 x max_model_len 100 .* set engine_config.max_num"):
+        full_kv_cache_nbytes(resolved, available=15 * sequence)
+
+
+def test_a_deterministic_generator_compiles_nothing_and_wants_seeds_where_it_samples(
+    tiny_llama: Path,
+) -> None:
+    args = engine_args({"enforce_eager": False}, model=str(tiny_llama), seed=0, num_procs=1, executor=None)
+    with pytest.raises(ConfigError, match="drop engine_config.enforce_eager: false"):
+        engine_config(args, deterministic=True)
+    for sampling in ({"seed": 1}, {"temperature": 0.0}):
+        assert sampling_params(sampling, needs_seed=True)
+    with pytest.raises(ConfigError, match=r"needs a seed for each call .* generate\(prompt, seed="):
+        sampling_params({"temperature": 0.5}, needs_seed=True)
+
+
+def test_seeds_of_calls_lie_far_apart_and_are_the_same_everywhere() -> None:
+    seeds = sorted(call_seed(run, number) for run in range(20) for number in range(500))
+    assert min(b - a for a, b in itertools.pairwise(seeds)) > 1_000_000
+    assert call_seed(0, 1) == CALL_SEED and call_seed(0, 1) != call_seed(0, 1, 0) != call_seed(1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +125,22 @@ def test_engine_seeds_differ_between_replicas_and_runs() -> None:
     assert 0 <= engine_seed(-1, 0) < 2**32 and 0 <= engine_seed(2**40, 7) < 2**32
 
 
+def test_what_becomes_of_running_requests_is_one_of_three() -> None:
+    with pytest.raises(ConfigError, match="in_flight must be one of recompute, keep, finish, got 'drop'"):
+        Generator({}, {}, in_flight="drop")
+
+
 def test_a_policy_is_a_generator() -> None:
     assert Policy is Generator
     assert {"generate", "update_weights", "version"} <= set(Generator.endpoints())
 
 
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    return {name: torch.zeros(shape) for name, shape in tensor_shapes(folder).items()}
+def facts_of(folder: Path) -> dict[str, TensorFacts]:
+    return {name: facts(shape) for name, shape in tensor_shapes(folder).items()}
+
+
+def facts(shape: tuple[int, ...], fingerprint: int = 0) -> TensorFacts:
+    return TensorFacts(torch.float32, shape, fingerprint)
 
 
 def test_the_shapes_of_a_folder_are_those_of_its_model(tiny_qwen3: Path) -> None:
@@ -112,20 +150,20 @@ def test_the_shapes_of_a_folder_are_those_of_its_model(tiny_qwen3: Path) -> None
     assert len(shapes) == 25
 
 
-def drop(weights: dict[str, Tensor]) -> None:
+def drop(weights: dict[str, TensorFacts]) -> None:
     del weights["model.norm.weight"]
 
 
-def add(weights: dict[str, Tensor]) -> None:
-    weights["model.norm.bias"] = torch.zeros(64)
+def add(weights: dict[str, TensorFacts]) -> None:
+    weights["model.norm.bias"] = facts((64,))
 
 
-def widen(weights: dict[str, Tensor]) -> None:
-    weights["model.norm.weight"] = torch.zeros(65)
+def widen(weights: dict[str, TensorFacts]) -> None:
+    weights["model.norm.weight"] = facts((65,))
 
 
-def untie(weights: dict[str, Tensor]) -> None:
-    weights["lm_head.weight"] = torch.ones(512, 64)
+def untie(weights: dict[str, TensorFacts]) -> None:
+    weights["lm_head.weight"] = facts((512, 64), 7)
 
 
 @pytest.mark.parametrize(
@@ -138,29 +176,19 @@ def untie(weights: dict[str, Tensor]) -> None:
     ],
 )
 def test_weights_that_do_not_fit_are_named(
-    tiny_llama: Path, damage: Callable[[dict[str, Tensor]], None], message: str
+    tiny_llama: Path, damage: Callable[[dict[str, TensorFacts]], None], message: str
 ) -> None:
-    weights = weights_of(tiny_llama)
+    weights = facts_of(tiny_llama)
     damage(weights)
     with pytest.raises(WeightsMismatch, match=message):
         check_weights(weights, tensor_shapes(tiny_llama), tied=True)
 
 
 def test_a_tied_output_layer_may_be_published_or_not(tiny_llama: Path, tiny_qwen3: Path) -> None:
-    weights, shapes = weights_of(tiny_llama), tensor_shapes(tiny_llama)
+    weights, shapes = facts_of(tiny_llama), tensor_shapes(tiny_llama)
     check_weights(weights, shapes, tied=True)
     check_weights({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, shapes, tied=True)
-    untied = weights_of(tiny_qwen3)
+    untied = facts_of(tiny_qwen3)
     del untied["lm_head.weight"]
     with pytest.raises(WeightsMismatch, match="lm_head.weight is missing"):
         check_weights(untied, tensor_shapes(tiny_qwen3), tied=False)
-
-
-def test_weights_that_come_late_do_not_displace_newer_ones() -> None:
-    older, newer = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
-    stage(7, newer)
-    stage(6, older)
-    assert staged(7) is newer and staged(6) is older
-    stage(8, {})
-    with pytest.raises(KeyError):
-        staged(7)

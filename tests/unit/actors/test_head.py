@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge.actors.trainer import head
-from forge.actors.trainer.head import TokenHead, spread, token_logprobs
+from forge.actors.trainer.head import TokenHead, spread
+from forge.rl.loss import from_hidden
+from forge.rl.loss.logprobs import compute_logprobs_and_entropy
 
 DIM, VOCAB, TOKENS = 16, 300, 7
 
@@ -34,7 +35,7 @@ def test_values_and_gradients_equal_the_plain_formula(
     factors: tuple[float | None, float | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(head, "CPU_TILE", tile)
+    monkeypatch.setattr(from_hidden, "CPU_TILE", tile)
     module, hidden, target_ids = _made()
     weights = torch.randn(2, 1, TOKENS)
     exact = [x.detach().double().requires_grad_() for x in (hidden, module.weight)]
@@ -59,7 +60,7 @@ def test_logits_are_given_where_no_targets_are() -> None:
     assert torch.equal(logits, hidden @ module.weight.T)
     for mine, theirs in zip(
         module(hidden, target_ids=target_ids, temperature=2.0),
-        token_logprobs(logits[0], target_ids[0], 2.0),
+        compute_logprobs_and_entropy(logits[0], target_ids[0], 2.0),
         strict=True,
     ):
         assert (mine[0] - theirs).abs().max() < 1e-5
@@ -70,7 +71,7 @@ def test_under_autocast_products_are_rounded_and_the_gradient_of_the_weight_stay
     with torch.autocast("cpu", torch.bfloat16):
         logprobs, _ = module(hidden, target_ids=target_ids)
         rounded = module(hidden).detach()
-    want, _ = token_logprobs(rounded[0], target_ids[0])
+    want, _ = compute_logprobs_and_entropy(rounded[0], target_ids[0])
     assert rounded.dtype == torch.bfloat16
     assert (logprobs[0] - want).abs().max() < 1e-5  # of the same rounded logits, but exact from there
     logprobs.sum().backward()

@@ -1,6 +1,8 @@
 """What a user's loss may be, and what is said when it is something else."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from forge.rl.loss import SFTLoss
 HIDDEN, VOCAB = 3, 7
 
 
-def read(loss: Loss) -> tuple[Tensor, dict[str, float]]:
+def read(loss: Loss, proximal_logprobs: Tensor | None = None) -> tuple[Tensor, dict[str, float]]:
     """What the loss gives for two targets, from a head of random weights."""
     torch.manual_seed(0)
     weight = torch.randn(VOCAB, HIDDEN, requires_grad=True)
@@ -35,6 +37,7 @@ def read(loss: Loss) -> tuple[Tensor, dict[str, float]]:
         loss_mask=torch.tensor([[True, True]]),
         advantages=torch.ones(1),
         generator_logprobs=torch.zeros(1, 2),
+        proximal_logprobs=proximal_logprobs,
     )
     value, metrics = loss_of(Readout(head, torch.randn(2, HIDDEN), torch.arange(2), 2), loss, targets)
     return value, as_floats(metrics)
@@ -61,6 +64,36 @@ def test_a_subclass_is_asked_by_what_it_says_anew(loss: SFTLoss, factor: int) ->
     (plain, facts), (value, same) = read(SFTLoss()), read(loss)
     assert value.item() == pytest.approx(factor * plain.item(), rel=1e-5)
     assert same == pytest.approx(facts, rel=1e-5)
+
+
+class Proximal(SFTLoss):
+    """Reads the trainer's own policy of before, where it is given one."""
+
+    def from_logprobs(self, *args: Tensor | None, proximal_logprobs: Tensor | None = None) -> Any:
+        loss, _ = SFTLoss.from_logprobs(self, *args)  # type: ignore[arg-type]
+        return loss, {"proximal": torch.nan if proximal_logprobs is None else proximal_logprobs.sum()}
+
+
+class ProximalByLogits:
+    """The same, asked by its call."""
+
+    def __call__(self, logits: Tensor, *_: Tensor | None, proximal_logprobs: Tensor | None = None) -> Any:
+        return logits.sum(), {"proximal": torch.nan if proximal_logprobs is None else proximal_logprobs.sum()}
+
+
+@pytest.mark.parametrize("loss", [Proximal(), ProximalByLogits()])
+def test_the_proximal_policy_is_given_where_the_batch_holds_it(loss: Loss) -> None:
+    assert read(loss, torch.tensor([[1.0, 2.0]]))[1] == {"proximal": 3.0}
+    assert math.isnan(read(loss)[1]["proximal"])
+    with pytest.raises(ForgeError, match="the loss: TypeError: .*proximal_logprobs"):
+        read(OfSixArguments(), torch.zeros(1, 2))
+
+
+class OfSixArguments:
+    """Knows nothing of it."""
+
+    def __call__(self, logits: Tensor, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+        return logits.sum(), {}
 
 
 def total(logits: Tensor) -> Tensor:

@@ -45,7 +45,9 @@ def _batch(rows: Sequence[int] = range(len(LENGTHS))) -> tuple[TrainInputs, Trai
         targets,
         advantages=torch.tensor(numbers).float(),
         ref_logprobs=targets.generator_logprobs - 1,
+        proximal_logprobs=targets.generator_logprobs - 2,
         episode_ids=[f"e{i}" for i in numbers],
+        policy_versions=numbers,
     )
 
 
@@ -79,7 +81,10 @@ def test_passes_together_are_the_batch(n: int) -> None:
         chosen = [targets.episode_ids.index(name) for name in part[1].episode_ids]
         assert chosen == [i for i, row in enumerate(ROW_OF) if row in _rows_of(part)]
         assert _predicting_tokens(*part) == [_predicting_tokens(inputs, targets)[i] for i in chosen]
-        for field in ("target_ids", "loss_mask", "advantages", "generator_logprobs", "ref_logprobs"):
+        assert part[1].policy_versions == chosen
+        names = {f.name for f in dataclasses.fields(targets) if f.type in (torch.Tensor, torch.Tensor | None)}
+        assert len(names) == 7
+        for field in names - {"source_ids"}:
             assert torch.equal(getattr(part[1], field), getattr(targets, field)[chosen]), field
 
 

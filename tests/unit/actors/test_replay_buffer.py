@@ -1,6 +1,7 @@
 """ReplayBuffer: order, age, admission. The actor is used as a plain object."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from forge.data_models import Completion, Episode
 from forge.errors import ConfigError
 
 
-def episode(number: int, version: int = 0) -> Episode:
+def episode(number: int, version: int = 0, length: int = 1) -> Episode:
     c = Completion(
         text="",
-        token_ids=torch.tensor([number]),
-        logprobs=torch.tensor([-1.0]),
+        token_ids=torch.full((length,), number),
+        logprobs=torch.full((length,), -1.0),
         prompt_ids=torch.tensor([1]),
         generator_version=version,
     )
@@ -76,9 +77,10 @@ def test_what_is_admitted_is_always_trained_and_never_older_than_the_bound(
 
         async def roll() -> None:
             while True:
-                await buffer.admit(1)
+                number = await buffer.admit(1)
+                assert number == len(admitted)
                 admitted.append(generator_version)
-                await buffer.add(episode(len(admitted) - 1, generator_version))
+                await buffer.add(replace(episode(number, generator_version), group_id=str(number)))
 
         roller = asyncio.ensure_future(roll())
         for step in range(1, 13):
@@ -93,6 +95,29 @@ def test_what_is_admitted_is_always_trained_and_never_older_than_the_bound(
             await asyncio.sleep(0.001)
         roller.cancel()
         assert len(admitted) <= (12 + max_age + 1) * per_step
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_advantages_are_whitened_over_the_batch_of_all_ranks(per_token: bool) -> None:
+    async def scenario() -> None:
+        given = [torch.arange(i + 1.0) * i - 2 if per_token else float(i**2) for i in range(6)]
+        buffer = ReplayBuffer(batch_size=2, max_policy_age=1, dp_size=2, normalize_advantages=True)
+        for i, advantage in enumerate(given):
+            await buffer.add(replace(episode(i, length=i + 1), group_id=f"{i}", advantage=advantage))
+        batch = await buffer.sample(0)
+        taken = [torch.as_tensor(a).double().flatten() for a in given[:4]]  # what is left does not count
+        std, mean = torch.std_mean(torch.cat(taken), correction=0)
+        assert batch is not None and len(batch[1]) == 2
+        for targets in batch[1]:
+            assert targets.advantages.dtype == torch.float32
+            for row, id in enumerate(targets.episode_ids):
+                got = (
+                    targets.advantages[row][targets.loss_mask[row]] if per_token else targets.advantages[row]
+                )
+                expected = (taken[int(id)] - mean) / (std + 1e-4)
+                torch.testing.assert_close(got.double().flatten(), expected, rtol=1e-6, atol=1e-6)
 
     asyncio.run(scenario())
 

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from forge.actors import episode_queue
+from forge.actors.buffer import history
 from forge.actors.replay_buffer import ReplayBuffer
 from forge.controller import journal
 from forge.controller.call import serving
@@ -48,9 +49,10 @@ async def call(id: str, work: Coroutine[Any, Any, Any]) -> Any:
 
 def test_a_repeated_batch_is_the_same_tensor_for_tensor(tmp_path: Path) -> None:
     async def scenario() -> None:
-        settings = {"batch_size": 2, "max_policy_age": 1, "dp_size": 2}
+        settings = {"batch_size": 2, "max_policy_age": 1, "dp_size": 2, "normalize_advantages": True}
         buffer = await started(tmp_path, **settings)
-        await buffer.add(*(episode(str(i), token_ids=torch.arange(i + 1)) for i in range(6)))
+        texts = [episode(str(i), token_ids=torch.arange(i + 1)) for i in range(6)]
+        await buffer.add(*(replace(e, advantage=torch.rand(i + 1)) for i, e in enumerate(texts)))
         before = await call("c", buffer.sample(0))
         buffer = await started(tmp_path, **settings)
         after = await call("c", buffer.sample(0))
@@ -67,8 +69,8 @@ def test_a_repeated_batch_is_the_same_tensor_for_tensor(tmp_path: Path) -> None:
 def test_a_call_that_is_cancelled_while_it_waits_has_taken_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         buffer = await started(tmp_path, batch_size=2, max_policy_age=0)
-        await call("a", buffer.admit(2))
         await call("b", buffer.add(episode("0")))
+        await call("a", buffer.admit(2))
         before = await buffer.info()
         for id, work in (("c", buffer.admit(1)), ("d", buffer.sample(0, wait=True))):
             with pytest.raises(TimeoutError):
@@ -76,8 +78,8 @@ def test_a_call_that_is_cancelled_while_it_waits_has_taken_nothing(tmp_path: Pat
         assert await buffer.info() == before
         buffer = await started(tmp_path, batch_size=2, max_policy_age=0)
         assert await buffer.info() == before
-        await buffer.add(episode("1"))
-        assert ids(await call("d", buffer.sample(0, wait=True))) == ["0", "1"]
+        await buffer.add(replace(episode("1"), group_id="0"))
+        assert ids(await call("d", buffer.sample(0, wait=True))) == ["1", "0"]  # group "0" before "group"
 
     asyncio.run(scenario())
 
@@ -97,15 +99,17 @@ def test_a_call_that_arrives_twice_at_once_has_one_effect(tmp_path: Path) -> Non
 def test_an_episode_that_is_stale_when_it_comes_leaves_room_for_another() -> None:
     async def scenario() -> None:
         buffer = ReplayBuffer(batch_size=1, max_policy_age=0)
-        await buffer.admit(1)
+        old = await buffer.admit(1)
         waiting = asyncio.ensure_future(buffer.sample(5, wait=True))
         await asyncio.sleep(0)
-        for _ in range(5):
-            await asyncio.wait_for(buffer.admit(1), 1)
-        await buffer.add(episode("old", version=4))
-        await asyncio.wait_for(buffer.admit(1), 1)
-        await buffer.add(episode("new", version=5))
+        admitting = asyncio.ensure_future(buffer.admit(1))
+        await asyncio.sleep(0)
+        assert not admitting.done()
+        await buffer.add(replace(episode("old", version=4), group_id=str(old)))
+        new = await asyncio.wait_for(admitting, 1)
+        await buffer.add(replace(episode("new", version=5), group_id=str(new)))
         assert ids(await waiting) == ["new"]
+        assert (await buffer.info()).num_dropped == 1
 
     asyncio.run(scenario())
 
@@ -114,11 +118,11 @@ def test_a_batch_that_is_kept_no_more_is_refused_rather_than_replaced(tmp_path: 
     async def scenario() -> None:
         buffer = await started(tmp_path, batch_size=1, max_policy_age=0)
         await buffer.add(*(episode(str(i)) for i in range(10)))
-        for i in range(episode_queue.REMEMBERED_BATCHES + 1):
+        for i in range(history.REMEMBERED_BATCHES + 1):
             await call(f"c{i}", buffer.sample(0))
         with pytest.raises(ForgeError, match="call c0 .* no longer kept"):
             await call("c0", buffer.sample(0))
-        assert await buffer.size() == 9 - episode_queue.REMEMBERED_BATCHES
+        assert await buffer.size() == 9 - history.REMEMBERED_BATCHES
 
     asyncio.run(scenario())
 
@@ -146,16 +150,17 @@ def test_a_long_run_leaves_a_short_journal_and_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "SMALL_BYTES", 50_000)
-    monkeypatch.setattr(episode_queue, "REMEMBERED_CALLS", 50)
-    monkeypatch.setattr(episode_queue, "REMEMBERED_EPISODES", 100)
+    monkeypatch.setattr(history, "REMEMBERED_CALLS", 50)
+    monkeypatch.setattr(history, "REMEMBERED_EPISODES", 100)
     file = tmp_path / "replay_buffer.journal"
 
     async def scenario() -> None:
         buffer = await started(tmp_path, batch_size=2, max_policy_age=1)
         longest = 0
         for step in range(1000):
-            await call(f"{step}/a", buffer.admit(2))
-            await call(f"{step}/b", buffer.add(episode(f"{step}/0", step), episode(f"{step}/1", step)))
+            assert await call(f"{step}/a", buffer.admit(2)) == step
+            group = (replace(episode(f"{step}/{i}", step), group_id=str(step)) for i in range(2))
+            await call(f"{step}/b", buffer.add(*group))
             batch = await call(f"{step}/c", buffer.sample(step, wait=True))
             assert ids(batch) == [f"{step}/0", f"{step}/1"]
             longest = max(longest, file.stat().st_size)
@@ -164,5 +169,28 @@ def test_a_long_run_leaves_a_short_journal_and_little_memory(
         assert ids(await call("999/c", buffer.sample(999))) == ["999/0", "999/1"]
         info = await buffer.info()
         assert (info.num_added, info.num_sampled, info.num_waiting) == (2000, 2000, 0)
+
+    asyncio.run(scenario())
+
+
+def test_rollouts_that_were_let_in_and_the_version_that_generates_are_remembered(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        settings = {"batch_size": 1, "max_policy_age": 1}
+        buffer = await started(tmp_path, **settings)
+        await call("0", buffer.generating(0))
+        slow = await call("1", buffer.admit(1))
+        fast = await call("2", buffer.admit(1))
+        await buffer.add(replace(episode("fast", 1), group_id=str(fast)))
+        assert await call("3", buffer.sample(1)) is None  # "slow" would be too old for the step after it
+        buffer = await started(tmp_path, **settings)
+        assert await call("3", buffer.sample(1)) is None
+        assert [await call(id, buffer.admit(1)) for id in "12"] == [slow, fast]  # they were answered before
+        waiting = asyncio.ensure_future(call("4", buffer.admit(1)))  # two of version 0 are enough
+        await buffer.add(replace(episode("last", 0), group_id=str(slow)))
+        assert ids(await call("3", buffer.sample(1))) == ["last"]
+        assert ids(await call("5", buffer.sample(2))) == ["fast"]
+        assert not waiting.done()
+        await buffer.generating(2)
+        assert await asyncio.wait_for(waiting, 1) == 2
 
     asyncio.run(scenario())

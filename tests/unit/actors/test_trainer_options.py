@@ -3,6 +3,7 @@
 import pytest
 from transformers import LlamaConfig
 
+from forge.actors.trainer.lora_options import LoRAOptions
 from forge.actors.trainer.options import ParallelismOptions, model_options, trainer_options
 from forge.errors import ConfigError
 
@@ -30,6 +31,15 @@ def test_defaults_hold_where_nothing_is_said() -> None:
         ("training", {"gradient_accumulation_step": 2}, "did you mean training.gradient_accumulation_steps"),
         ("training", {"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
         ("training", {"max_tokens_per_pass": 0}, "max_tokens_per_pass must be at least 1"),
+        ("training", {"lora": {"rank": 0}}, "training.lora.rank must be at least 1, got 0"),
+        ("training", {"lora": {"alpha": 0.0}}, "training.lora.alpha must be positive"),
+        ("training", {"lora": {"r": 8}}, "unknown key training.lora.r"),
+        ("training", {"lora": {"target_modules": []}}, "training.lora.target_modules is empty"),
+        (
+            "training",
+            {"lora": {"target_modules": ["q_proj", "lm_head"]}},
+            "training.lora.target_modules must be some of q_proj, .*, down_proj, got 'lm_head'",
+        ),
         (
             "lr_scheduler",
             {"decay": "linear", "warmup_steps": 1_000_000},
@@ -43,6 +53,18 @@ def test_defaults_hold_where_nothing_is_said() -> None:
 def test_mistakes_are_named(section: str, values: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         trainer_options("x", **{section: values})
+
+
+def test_adapters_are_on_all_layers_unless_some_are_named() -> None:
+    def lora(**values: object) -> LoRAOptions:
+        training = trainer_options("x", training={"lora": values}).training
+        assert training.lora is not None
+        return training.lora
+
+    assert (lora().rank, lora().alpha, lora().scale, len(lora().layers)) == (8, 16.0, 2.0, 7)
+    assert lora(target_modules=["v_proj", "q_proj"]).layers == ("q_proj", "v_proj")
+    assert lora(rank=4, alpha=6).scale == 1.5
+    assert trainer_options("x", training={"lora": None}).training.lora is None
 
 
 def test_degrees_must_multiply_to_the_processes() -> None:

@@ -1,4 +1,4 @@
-"""What a trainer keeps for the process that takes its place: snapshots, the journal, answers, pushes."""
+"""What a trainer keeps for the process that takes its place: snapshots, the journal, answers."""
 
 import logging
 import math
@@ -14,14 +14,12 @@ from torch import Tensor
 
 from forge.actors.trainer.bad_batches import load_bad_batch
 from forge.actors.trainer.learner import Facts
-from forge.actors.trainer.pushes import to_push_again
 from forge.actors.trainer.recovery import Recovery
 from forge.actors.trainer.snapshot import Snapshots
 from forge.actors.trainer.steps import Steps
 from forge.actors.trainer.work import Answer, Standing
 from forge.data_models import ForwardBackwardResult, Progress
 from forge.errors import ActorFailure, ForgeError, NotFinite
-from forge.weights.keys import PartKey, stored_versions
 
 STEEP = 1e6  # a gradient that is not finite
 
@@ -34,6 +32,7 @@ class Counter:
         self.gradient = 0.0
         self.num_steps = 0
         self.error: Exception | None = None
+        self.refuses = False  # the loss, to be told of a step
 
     def forward_backward(self, batches: Sequence[float]) -> ForwardBackwardResult:
         if self.error is not None:
@@ -51,6 +50,8 @@ class Counter:
         self.weight += self.gradient
         self.num_steps += 1
         self.forget()
+        if self.refuses:
+            raise ForgeError("after_step failed")
         return {"lr": 0.5 * self.num_steps}
 
     def forget(self) -> None:
@@ -85,9 +86,10 @@ class Saves:
         self._saved.append((self._learner.num_steps, standing.state))
 
     def wait(self) -> None:
-        pass
+        self._saved.append((self._learner.num_steps, {"waited": True}))
 
-    close = wait
+    def close(self) -> None:
+        pass
 
 
 def started(
@@ -202,22 +204,43 @@ def test_one_pass_that_is_not_finite_spoils_the_step_and_no_other(tmp_path: Path
     assert (learner.weight[0], learner.num_steps) == (4, 1)
 
 
-@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize(("every", "wait"), [(0, True), (1, True), (0, False)])
 def test_a_checkpoint_is_saved_once_for_its_caller_and_of_the_state_it_was_asked_for(
-    tmp_path: Path, every: int
+    tmp_path: Path, every: int, wait: bool
 ) -> None:
     saved: list[tuple[int, dict[str, Any]]] = []
     _, recovery = started(tmp_path, every, saved=saved)
     train(recovery, 1.0)
-    recovery.do("save", "save_checkpoint", state={"position": 1})
+    recovery.do("save", "save_checkpoint", state={"position": 1}, wait=wait)
     recovery.do("step", "train_step", [2.0], state={"position": 2})  # type: ignore[list-item]
     recovery.close()
     _, recovery = started(tmp_path, every, saved=saved)
-    again = [] if every else [(1, {"position": 1})]  # no snapshot: its checkpoint may have been under way
-    assert saved == [(1, {"position": 1}), *again]
-    recovery.do("save", "save_checkpoint", state={"position": 1})  # asked again by who got no answer
-    assert saved == [(1, {"position": 1}), *again]
+    once = [(1, {"position": 1}), *([(1, {"waited": True})] if wait else [])]
+    again = [] if every else once  # no snapshot: its checkpoint may have been under way
+    assert saved == [*once, *again]
+    recovery.do("save", "save_checkpoint", state={"position": 1}, wait=wait)  # asked again: it got no answer
+    assert saved == [*once, *again]
     assert recovery.progress() == Progress(2, {"position": 2})
+
+
+def test_a_step_counts_that_was_done_though_the_loss_failed_at_being_told_of_it(tmp_path: Path) -> None:
+    learner, recovery = started(tmp_path, every=1)
+    train(recovery, math.inf, call="skipped")
+    learner.refuses = True
+
+    def step() -> None:
+        with pytest.raises(ForgeError, match="after_step failed"):
+            recovery.do("refused", "train_step", [3.0], state={"position": 2})  # type: ignore[list-item]
+
+    step()
+    recovery.close()
+    assert [path.name for path in tmp_path.glob("snapshot-*")] == ["snapshot-2.rank0of1"]
+    learner, recovery = started(tmp_path, every=1)
+    step()  # asked again
+    assert recovery.progress() == Progress(1, {"position": 2})
+    assert learner.weight[0] == 3
+    for call in range(2):  # not the second and third in a row
+        train(recovery, math.inf, call=str(call))
 
 
 def test_work_that_failed_unforeseen_may_fail_again_or_be_done(tmp_path: Path) -> None:
@@ -300,16 +323,3 @@ def test_without_room_for_the_journal_a_kill_ends_the_run_with_the_reason(
     assert learner.num_steps == 100
     with pytest.raises(ActorFailure, match=f"could not be written down in {tmp_path}.*set TMPDIR"):
         started(tmp_path)
-
-
-def test_versions_that_the_store_should_hold_are_pushed_again() -> None:
-    assert to_push_again([], whole=[3, 4]) == []
-    assert to_push_again([4], whole=[3, 4]) == []
-    assert to_push_again([3, 4], whole=[3]) == [4]
-    assert to_push_again([2, 3, 4], whole=[]) == [3, 4]  # a later push would have retired 2
-    assert to_push_again([1, 2, 3, 4, 5], whole=[4]) == [5]
-
-
-def test_a_version_of_which_anything_is_left_is_in_the_store() -> None:
-    keys = [PartKey(3, 0, 2).arena(1), PartKey(12, 1, 2).index, "policy.v7x", "other.v9.rank0of1.index"]
-    assert stored_versions(keys) == {3, 12}

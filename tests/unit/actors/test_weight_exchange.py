@@ -9,7 +9,7 @@ import pytest
 from forge.actors._vllm.engine_loop import EngineLoop
 from forge.actors._vllm.exchange import WeightExchange
 from forge.controller import ForgeActor
-from forge.errors import WeightsMismatch, WeightsMissing
+from forge.errors import ReplicaUnfit, WeightsMismatch, WeightsMissing
 
 
 class IdleEngine:
@@ -35,6 +35,7 @@ class Store:
     def __init__(self, *complete: int) -> None:
         self.complete = list(complete)
         self.retire_when_listed: dict[int, list[int]] = {}  # version -> what is complete then
+        self.lost: tuple[int, str] | None = None
         self.num_lists = 0
         self.staged: list[int] = []
         self.gate = asyncio.Event()
@@ -46,6 +47,9 @@ class Store:
         self.complete = self.retire_when_listed.pop(max(listed, default=0), listed)
         return listed
 
+    async def newest_lost(self) -> tuple[int, str] | None:
+        return self.lost
+
     async def stage(self, version: int, timeout_s: float) -> None:
         await self.gate.wait()
         if version not in self.complete:
@@ -56,8 +60,15 @@ class Store:
 class Replica:
     def __init__(self, store: Store) -> None:
         self.engine = IdleEngine()
-        loop = EngineLoop(cast(Any, self.engine), ForgeActor().run_blocking)
-        self.exchange = WeightExchange(cast(Any, self.engine), loop, store.stage, store.versions)
+        self.loop = EngineLoop(cast(Any, self.engine), ForgeActor().run_blocking)
+        self.exchange = WeightExchange(
+            cast(Any, self.engine),
+            self.loop,
+            store.stage,
+            store.versions,
+            store.newest_lost,
+            name="policy[1]",
+        )
 
 
 def test_it_catches_up_with_the_newest_version_and_then_only_looks() -> None:
@@ -78,6 +89,21 @@ def test_before_anything_is_published_the_folder_is_version_0() -> None:
         for store in (Store(), Store(0)):
             assert await Replica(store).exchange.catch_up() == 0
             assert store.staged == []
+
+    asyncio.run(scenario())
+
+
+def test_it_does_not_serve_older_weights_than_those_that_are_lost_unless_it_holds_them() -> None:
+    async def scenario() -> None:
+        for store in (Store(), Store(39)):
+            fresh = Replica(store)
+            store.lost = (40, "the volume of host a is gone")
+            with pytest.raises(WeightsMissing, match="version 40 .*is lost: the volume of host a is gone"):
+                await fresh.exchange.catch_up()
+        store.complete = [39, 41]
+        assert await fresh.exchange.catch_up() == 41, "the next push mends it"
+        store.complete, store.lost = [], (41, "that of host b too")
+        assert await fresh.exchange.catch_up() == 41, "it has what is lost"
 
     asyncio.run(scenario())
 
@@ -142,11 +168,22 @@ def test_an_update_whose_caller_gives_up_is_carried_to_its_end_before_the_next_b
     asyncio.run(scenario())
 
 
-def test_after_weights_that_do_not_fit_an_older_version_may_follow() -> None:
+def test_weights_that_do_not_fit_fence_it_off_until_it_holds_others() -> None:
     async def scenario() -> None:
-        replica = Replica(Store(12, 13))
-        with pytest.raises(WeightsMismatch):
+        store = Store(11, 12, 13)
+        replica = Replica(store)
+        await replica.exchange.update(12)
+        with pytest.raises(WeightsMismatch, match=r"policy\[1\]: version 13"):
             await replica.exchange.update(13)
-        assert await replica.exchange.update(12) == 12
+        assert replica.exchange.held is None
+        with pytest.raises(ReplicaUnfit, match=r"policy\[1\]: version 13 doesn't fit"):
+            await replica.loop.generate([1], cast(Any, None))
+        with pytest.raises(WeightsMissing):
+            await replica.exchange.update(14)
+        with pytest.raises(ReplicaUnfit):
+            await replica.loop.generate([1], cast(Any, None))
+        for version in (11, 12):
+            assert await replica.exchange.update(version) == version, "also the one that it held"
+            assert replica.exchange.held == version
 
     asyncio.run(scenario())

@@ -6,18 +6,21 @@ import pytest
 
 from apps.grpo.config import DEFAULT_CONFIG, SHORTHANDS, GRPOConfig, load_config
 from apps.grpo.machines import placement
+from apps.grpo.rollouts import without_trainer
 from forge.config import describe
 from forge.errors import ConfigError
 
 FOLDER = DEFAULT_CONFIG.parent
-MODELS = ["smollm2_135m", "qwen3_1_7b", "qwen3_8b", "llama3_8b"]
+MODELS = ["smollm2_135m", "qwen3_1_7b", "qwen3_8b", "llama3_8b", "distill_qwen3_1_7b"]
 # query heads, key-value heads, hidden size, vocabulary: config.json of each model on the hub
 SHAPES = {
     "smollm2_135m": (9, 3, 576, 49152),
     "qwen3_1_7b": (16, 8, 2048, 151936),
     "qwen3_8b": (32, 8, 4096, 151936),
     "llama3_8b": (32, 8, 4096, 128256),
+    "distill_qwen3_1_7b": (16, 8, 2048, 151936),
 }
+ON_A_CPU = ["smollm2_135m", "distill_smollm2_135m", "gsm8k_smollm2"]
 
 
 def config_of(*argv: str, model: str = "smollm2_135m") -> GRPOConfig:
@@ -38,8 +41,15 @@ def test_every_shipped_file_extends_base_and_loads(model: str) -> None:
     assert config_of(model=model).model
 
 
+def test_files_that_lack_something_load_once_it_is_given() -> None:
+    gsm8k = config_of("--dataset.path", "data", model="gsm8k_smollm2")
+    assert (gsm8k.dataset.path, gsm8k.dataset.split, gsm8k.evaluation.split) == ("data", "train", "test")
+    assert config_of("--teacher", "model", model="distill_smollm2_135m").teacher == "model"
+    assert "set it with --dataset.path" in error_of(model="gsm8k_smollm2")
+
+
 def test_no_shipped_file_was_forgotten() -> None:
-    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted(["base", *MODELS])
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted({"base", *MODELS, *ON_A_CPU})
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -49,7 +59,7 @@ def test_tensor_parallelism_divides_the_shapes_of_the_real_model(model: str) -> 
         assert [dim % size for dim in SHAPES[model]] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("model", ["qwen3_1_7b", "qwen3_8b", "llama3_8b"])
+@pytest.mark.parametrize("model", sorted({*MODELS} - {*ON_A_CPU}))
 def test_a_gpu_file_gives_each_model_its_gpus(model: str) -> None:
     services = config_of(model=model).services
     assert services.ref_model is not None
@@ -97,6 +107,13 @@ services: {generator: {procs: 1, num_replicas: 1, with_gpus: true}, trainer: {pr
     config = load_config(["--config", str(tmp_path / "user.yaml")]).config
     assert config.data_parallel_size == 2
     assert config.training.learning_rate == 1e-6
+    assert config.loss == {
+        "name": "grpo",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "beta": 0.1,
+        "entropy_coef": 0.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -150,12 +167,27 @@ def test_data_parallel_size_is_what_the_other_degrees_leave(
             "grpo.max_tokens 128 leaves no room for a prompt in training.seq_len 128",
         ),
         (["--training.sync_interval", "4"], "max_policy_age 1 is too small for training.sync_interval 4"),
+        (["--max_policy_age", "-1"], "max_policy_age must be at least 0, or auto, got -1"),
+        (
+            ["--max_policy_age", "auto", "--staleness.limit", "1", "--training.sync_interval", "2"],
+            "staleness.limit 1 is below training.sync_interval 2",
+        ),
+        (["--buffer.reuse", "3"], "buffer.reuse 3 needs episodes of up to 2 steps ago"),
+        (["--training.minibatches", "3"], "training.batch_size 8 can't be split into training.minibatches 3"),
+        (
+            ["--training.minibatches", "4", "--trainer.procs", "4"],
+            "training.batch_size / training.minibatches 2 can't be split evenly: 4 data-parallel ranks",
+        ),
+        (["--rollout-only", "--replay", "x"], "rollout_only trains nothing and replay generates nothing"),
+        (["--resume", "--rollout-only"], "resume goes on with a run that generates and trains"),
+        (["--evaluation.temperature", "0"], "evaluation.n_samples is 4, but at temperature 0 all of them"),
+        (["--evaluation.max_tokens", "128"], "evaluation.max_tokens 128 leaves no room for a prompt"),
         (["--grpo.n_samples", "1"], "grpo.n_samples must be at least 2, got 1"),
         (["--grpo.temperature", "0"], "grpo.temperature must be above 0, got 0.0"),
-        (["--grpo.clip_low", "1.5"], "grpo.clip_low must lie in [0, 1], got 1.5"),
+        (["--grpo.clip_low", "1.5"], "loss.clip_low must lie in [0, 1], got 1.5"),
         (
             ["--grpo.agg_type", "mean"],
-            "grpo.agg_type must be one of fixed_horizon, token_mean, sequence_mean",
+            "loss.agg_type must be one of fixed_horizon, token_mean, sequence_mean",
         ),
         (["--training.learning_rate", "0"], "training.learning_rate must be above 0, got 0.0"),
         (["--training.dtype", "float16"], "training.dtype must be one of bfloat16, float32, got 'float16'"),
@@ -166,6 +198,8 @@ def test_data_parallel_size_is_what_the_other_degrees_leave(
             ["--generator.gpu_memory_utilization", "1.5"],
             "generator.gpu_memory_utilization must lie in (0, 1]",
         ),
+        (["--weights.hosts", "1"], "weights.hosts 1 leaves none of 1 hosts for the services"),
+        (["--generator.in_flight", "drop"], "generator.in_flight must be one of recompute, keep, finish"),
         (["--generator.kv_cache_memory_gb", "0"], "generator.kv_cache_memory_gb must be above 0"),
         (
             ["--generator.engine.dtype", "float16"],
@@ -220,6 +254,16 @@ def test_placement_on_emulated_hosts_names_them_and_refuses_what_has_no_host() -
         "host1",
     }
     assert "2 hosts have 4 + 4 GPUs" in table
+    assert "host1" not in placement(config_of(*hosts, "--weights.hosts", "1"))
     with pytest.raises(ConfigError, match="generator wants 3 hosts for one replica, and there are 2"):
         placement(config_of(*hosts, "--generator.hosts", "3", model="qwen3_8b"))
     assert "set launcher.name to local" in error_of("--launcher.num_hosts", "2")
+
+
+def test_rollouts_alone_measure_all_questions_and_need_nothing_that_is_the_trainers() -> None:
+    ages = ("max_policy_age=3", "training.sync_interval=4")
+    config = config_of("rollout_only=true", "steps=1", *ages, "loss=dapo", "ref_model=null")
+    assert config.algorithm().recipe.dynamic_sampling
+    alone = without_trainer(config)
+    assert not alone.algorithm().recipe.dynamic_sampling
+    assert alone.age_limit == 1 and not alone.services.trainer.with_gpus

@@ -68,6 +68,10 @@ def test_no_key_means_both_a_section_and_a_service() -> None:
         (["--dataset.procs", "2"], "services.dataset must be one process, got 2"),
         (["--trainer.num_replicas", "2"], "services.trainer.num_replicas must be 1, got 2"),
         (["--chaos.kill", "reward"], "chaos.kill names 'reward'; there are dataset, generator, trainer"),
+        (["--loss", "dapo"], "loss 'dapo' compares the policy with the one that sampled its data"),
+        (["--loss", "sfd"], "did you mean sft?"),
+        (["--loss.weight", "2"], "loss sft has no argument weight"),
+        (["--training.lora.rank", "0"], "training.lora.rank must be at least 1, got 0"),
         (["--epochs", "0"], "epochs must be at least 1, got 0"),
     ],
 )

@@ -13,7 +13,7 @@ from forge.controller.dispatcher import MAX_ATTEMPTS, Dispatcher, Roster
 from forge.controller.lane import Lane, LaneLost, Member
 from forge.controller.router import LeastLoadedRouter
 from forge.controller.session import open_session
-from forge.errors import ActorFailure, CallTimeout, ForgeError, ReplicaLost
+from forge.errors import ActorFailure, CallTimeout, ForgeError, ReplicaLost, ReplicaUnfit
 
 
 def members(*indices: int, generation: int = 0) -> tuple[Member, ...]:
@@ -141,6 +141,26 @@ def test_a_lost_call_is_repeated_elsewhere_under_the_same_id_or_raises() -> None
         dispatcher.update(Roster(2, members(0, 1, generation=1)))
         with pytest.raises(ReplicaLost, match=r"svc\.m: the process of replica 0 is gone \(sig=9\)$"):
             await dispatcher.run("m", dies_on_0_and_1)
+
+    run(scenario)
+
+
+def test_an_unfit_replica_is_lost_where_it_is_replaced_and_its_calls_are_always_made_elsewhere() -> None:
+    async def unfit_on_0(lane: Lane, call: Outgoing) -> int:
+        if lane.index == 0:
+            raise ReplicaUnfit("no proven weights\nraised in ...")
+        return lane.index
+
+    async def scenario() -> None:
+        dispatcher, lost = make(2)
+        assert await dispatcher.run("m", unfit_on_0, retry=False) == 1
+        assert lost == [(0, "no proven weights")] and [lane.index for lane in dispatcher.lanes] == [1]
+        dispatcher, lost = make(0)
+        dispatcher.update(Roster(2, members(0), heals=False))
+        with pytest.raises(ActorFailure, match="no proven weights") as caught:
+            await dispatcher.run("m", unfit_on_0, retry=True)
+        assert not isinstance(caught.value, ReplicaUnfit), "or an actor that called it would pass for unfit"
+        assert not lost and dispatcher.lanes[0].is_open and dispatcher.lanes[0].load == 0
 
     run(scenario)
 

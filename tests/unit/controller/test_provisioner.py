@@ -11,6 +11,8 @@ from forge.controller.placement_table import placement_table
 from forge.controller.provisioner import Provisioner
 from forge.errors import ActorFailure, ConfigError, NotEnoughGPUs
 
+TWO, FOUR = ["0", "1"], ["0", "1", "2", "3"]
+
 
 def hosts_of(*num_gpus: int, num_cores: int = 8) -> list[Host]:
     return [Host(f"host{i}", [str(g) for g in range(n)], num_cores) for i, n in enumerate(num_gpus)]
@@ -18,6 +20,10 @@ def hosts_of(*num_gpus: int, num_cores: int = 8) -> list[Host]:
 
 def gpu(name: str, procs: int, num_replicas: int = 1, *, num_hosts: int = 1) -> Demand:
     return Demand(name, procs, num_hosts, True, num_replicas, True)
+
+
+def sharing(name: str, procs: int, num_replicas: int = 1, *, num_hosts: int = 1) -> Demand:
+    return Demand(name, procs, num_hosts, True, num_replicas, True, shares_gpus_with="trainer")
 
 
 def cpu(name: str, num_replicas: int = 1, procs: int = 1) -> Demand:
@@ -114,6 +120,129 @@ def test_places_are_kept_from_the_check_until_the_start_and_given_back_once() ->
     ledger.plan([gpu("trainer", 4)])
     ledger.plan([gpu("trainer", 4)])  # the earlier plan is dropped
     assert sum(len(host.free) for host in ledger.hosts) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "demands", "generators", "reference"),
+    [
+        ((1,), [sharing("generator", 1), sharing("ref_model", 1), gpu("trainer", 1)], [["0"]], ["0"]),
+        ((2,), [gpu("trainer", 2), sharing("generator", 2), sharing("ref_model", 2)], [TWO], TWO),
+        ((2,), [gpu("trainer", 2), sharing("generator", 1, 2)], [["0"], ["1"]], None),
+        ((8,), [sharing("generator", 2, 4), sharing("ref_model", 4), gpu("trainer", 8)],
+         [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]], ["0", "1", "2", "3"]),
+        ((4, 4), [gpu("trainer", 4, num_hosts=2), sharing("generator", 4, 2)], [FOUR, FOUR], None),
+    ],
+)  # fmt: skip
+def test_services_that_share_gpus_are_laid_over_those_of_another(
+    num_gpus: tuple[int, ...], demands: list[Demand], generators: list[list[str]], reference: list[str] | None
+) -> None:
+    ledger = Ledger(hosts_of(*num_gpus))
+    plan = ledger.plan(demands)
+    assert [place.gpus for place in plan["generator"]] == generators
+    assert len({(id(p.hosts[0]), gpu) for p in plan["generator"] for gpu in p.gpus}) == sum(
+        map(len, generators)
+    )
+    if reference is not None:
+        assert [place.gpus for place in plan["ref_model"]] == [reference]
+    assert not any(host.free for host in ledger.hosts)
+    places = [place for each in demands for place in ledger.reserve(each, each.num_replicas)]
+    for place in places:
+        ledger.give_back(place)
+    assert [sorted(host.free) for host in ledger.hosts] == [host.gpus for host in ledger.hosts]
+    assert not any(host.num_procs for host in ledger.hosts)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "demands", "words"),
+    [
+        (
+            2,
+            [gpu("trainer", 1), sharing("generator", 2)],
+            r"GPUs of trainer, which has 1, and wants 1 rep.* x 2 ",
+        ),
+        (
+            4,
+            [gpu("trainer", 4), sharing("generator", 2, 3)],
+            "has 4, and wants 3 replicas x 2 GPUs .* room for 2",
+        ),
+        (1, [cpu("trainer"), sharing("generator", 1)], "which has 0, .* raise services.trainer.procs"),
+        (1, [gpu("trainer", 2), sharing("generator", 2)], "trainer wants 2 GPUs, 1 of 1 are free"),
+    ],
+)
+def test_too_few_even_when_shared_is_told_with_the_numbers(
+    num_gpus: int, demands: list[Demand], words: str
+) -> None:
+    ledger = Ledger(hosts_of(num_gpus))
+    with pytest.raises(ConfigError, match=words):
+        ledger.plan(demands)
+    assert ledger.hosts[0].free == ledger.hosts[0].gpus and ledger.hosts[0].num_procs == 0
+
+
+def test_a_replica_that_shares_gpus_stays_there_and_leaves_them_to_their_owner(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        provisioner = Provisioner(FakeHosts(hosts_of(3)))
+        await provisioner.open(tmp_path)
+        demand = sharing("generator", 1, 2)
+        provisioner.check([gpu("trainer", 2), demand])
+        [trainer] = provisioner.reserve(gpu("trainer", 2), 1)
+        first, second = provisioner.reserve(demand, 2)
+        assert await provisioner.move(demand, first, is_suspect=True) is first
+        provisioner.give_back(second)
+        [again] = provisioner.reserve(demand, 1)
+        assert again.gpus == second.gpus == ["1"] and trainer.gpus == ["0", "1"]
+        assert provisioner.reserve(gpu("other", 1), 1)[0].gpus == ["2"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_lent", [True, False])  # a host to take the place of the lost one
+def test_a_replica_that_shares_gpus_waits_for_where_their_owner_goes(tmp_path: Path, is_lent: bool) -> None:
+    async def scenario() -> None:
+        launcher = FakeHosts(hosts_of(2), num_spares=int(is_lent))
+        provisioner = Provisioner(launcher)
+        await provisioner.open(tmp_path)
+        owner, demand = gpu("trainer", 2), sharing("generator", 1, 2)
+        provisioner.check([owner, demand])
+        [trainer] = provisioner.reserve(owner, 1)
+        first, second = provisioner.reserve(demand, 2)
+        launcher.gone.add("host0")
+        launcher.may_replace.set()
+        moving = asyncio.ensure_future(provisioner.move(demand, first, is_suspect=False))
+        await asyncio.sleep(0.05)  # the new host is there, the owner has not looked yet
+        assert not moving.done()
+        if is_lent:
+            there = await provisioner.move(owner, trainer, is_suspect=False)
+            places = [await moving, await provisioner.move(demand, second, is_suspect=False)]
+            assert there.hosts[0].name == places[0].hosts[0].name == "host0'"
+            assert sorted(gpu for place in places for gpu in place.gpus) == ["0", "1"]
+        else:
+            provisioner.give_back(trainer)  # its owner has given up
+            with pytest.raises(ConfigError, match="shares the GPUs of trainer|generator wants a host"):
+                await asyncio.wait_for(moving, 5)
+        await provisioner.close()
+
+    asyncio.run(scenario())
+
+
+def test_gpus_on_which_others_run_are_not_left_on_suspicion(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        provisioner = Provisioner(FakeHosts(hosts_of(2)))
+        await provisioner.open(tmp_path)
+        owner, demand = gpu("trainer", 1), sharing("generator", 1)
+        provisioner.check([owner, demand])
+        [trainer], [generator] = provisioner.reserve(owner, 1), provisioner.reserve(demand, 1)
+        assert await provisioner.move(owner, trainer, is_suspect=True) is trainer
+        provisioner.give_back(generator)
+        assert (await provisioner.move(owner, trainer, is_suspect=True)).gpus == ["1"]
+
+    asyncio.run(scenario())
+
+
+def test_the_table_of_a_plan_shows_whose_gpus_are_shared() -> None:
+    demands = [sharing("generator", 1, 2), gpu("trainer", 2), cpu("reward")]
+    lines = placement_table(FakeHosts(hosts_of(2)), demands).splitlines()
+    assert lines[2].split()[:6] == ["generator", "1", "host0", "1", "of", "trainer"]
+    assert lines[-1] == "2 GPUs, 5 processes; this machine has 2 GPUs, 8 cores"
 
 
 def test_gpus_that_were_used_are_taken_last() -> None:

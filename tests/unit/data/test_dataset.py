@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forge.data.dataset import DatasetActor, DatasetInfo, final_answer
-from forge.data.rows import Position
+from forge.data.dataset import DatasetActor, DatasetInfo
+from forge.data.questions import final_answer
 from forge.data_models import Sample
 from forge.errors import AssetError, ConfigError, DatasetError
 
@@ -62,7 +63,7 @@ def test_rows_become_prompts_with_targets(gsm8k: str, tiny_llama: Path, streamin
     )
     wanted = {f"{head}{question}{tail}": target for question, _, target in GSM8K}
     assert {sample["request"]: sample["target"] for sample in got} == wanted
-    assert all(sample.keys() == {"request", "target"} for sample in got)
+    assert {sample.get("question") for sample in got} == {question for question, _, _ in GSM8K}
 
 
 def test_concurrent_calls_each_get_their_own_row(tiny_llama: Path, tmp_path: Path) -> None:
@@ -74,17 +75,54 @@ def test_concurrent_calls_each_get_their_own_row(tiny_llama: Path, tmp_path: Pat
 
     assert sorted(int(sample["target"]) for sample in asyncio.run(ask(100))) == list(range(100))
     assert sorted(int(sample["target"]) for sample in asyncio.run(ask(100))) == list(range(100))
-    assert asyncio.run(actor.info()) == DatasetInfo(num_rows=100, position=Position(epoch=1, index=100))
+    assert asyncio.run(actor.info()) == DatasetInfo(num_rows=100, next_number=200)
 
 
 def test_the_start_takes_no_row_away(gsm8k: str, tiny_llama: Path) -> None:
-    assert asyncio.run(started(gsm8k, tiny_llama).info()) == DatasetInfo(num_rows=4, position=Position(0, 0))
+    assert asyncio.run(started(gsm8k, tiny_llama).info()) == DatasetInfo(num_rows=4, next_number=0)
 
 
 def test_the_seed_decides_the_order(tiny_llama: Path, tmp_path: Path) -> None:
     path = write(tmp_path, [{"question": f"number {n}", "answer": n} for n in range(30)])
     first, same, other = (samples(started(path, tiny_llama, seed=seed), 45) for seed in (1, 1, 2))
     assert first == same != other
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_number_stands_for_one_question_whenever_it_is_asked(
+    tiny_llama: Path, tmp_path: Path, streaming: bool
+) -> None:
+    """Against an actor that is asked without numbers; in any order, over the ends of epochs, and again."""
+    path = write(tmp_path, [{"question": f"number {n}", "answer": n} for n in range(30)])
+    wanted = samples(started(path, tiny_llama, streaming=streaming), 100)
+    numbers = random.Random(0).sample(range(100), 100)
+
+    async def ask(actor: DatasetActor) -> None:
+        assert await asyncio.gather(*map(actor.sample, numbers)) == [wanted[number] for number in numbers]
+        assert [await actor.sample(number) for number in (99, 0, 64)] == [wanted[i] for i in (99, 0, 64)]
+        assert await actor.sample() == wanted[0]  # its own count goes on as if nobody had asked by number
+
+    asyncio.run(ask(started(path, tiny_llama, streaming=streaming)))
+    with pytest.raises(DatasetError, match="numbered from 0, got number -1"):
+        asyncio.run(started(path, tiny_llama).sample(-1))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_another_actor_goes_on_from_a_state(tiny_llama: Path, tmp_path: Path, streaming: bool) -> None:
+    path = write(tmp_path, [{"question": f"number {n}", "answer": n} for n in range(30)])
+    first = started(path, tiny_llama, streaming=streaming)
+    wanted = samples(first, 150)
+    early = started(path, tiny_llama, streaming=streaming)
+    samples(early, 71)
+    second = started(path, tiny_llama, streaming=streaming)
+    asyncio.run(second.load_state_dict(asyncio.run(early.state_dict())))
+    assert samples(second, 79) == wanted[71:]
+    assert asyncio.run(second.state_dict()) == asyncio.run(first.state_dict())
+
+
+def test_a_state_of_other_data_is_refused(gsm8k: str, tiny_llama: Path) -> None:
+    with pytest.raises(DatasetError, match="has 4 rows, and 5 when the state was saved"):
+        asyncio.run(started(gsm8k, tiny_llama).load_state_dict({"number": 3, "epoch_length": 5}))
 
 
 def test_a_task_is_served_with_any_of_its_columns(tiny_llama: Path) -> None:
@@ -142,7 +180,7 @@ def test_a_row_that_can_not_be_asked_is_refused(
 ) -> None:
     with pytest.raises(DatasetError, match=message) as caught:
         started(write(tmp_path, [row]), tiny_llama)
-    assert "shuffled row 0 of epoch 0" in str(caught.value) and "\n" not in str(caught.value)
+    assert "question 0 in the order of its seed" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_bad_row_further_on_is_raised_when_its_turn_comes(tiny_llama: Path, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import time
 from collections import deque
 
 import pytest
+from rich.console import Console
 
-from forge.observability.console import LineSink, Progress, clock, sparkline
+from forge.observability.console import LineSink, Progress, clock, render, sparkline
 from forge.observability.view import SFT_VIEW
 
 VALUES = {
@@ -38,6 +39,26 @@ def test_a_pipe_gets_one_line_a_step_with_everything() -> None:
         "step   7/120  reward 0.750  loss -0.0123  kl 0.0040  entropy 1.250  logprob gap 0.0110  "
         "staleness 0.5  tokens/s 412  step time 6.80 s (train 4.25, generate 2.00)  ETA -"
     )
+
+
+def test_an_evaluation_stands_in_its_step_and_stays_on_the_display() -> None:
+    stream = io.StringIO()
+    sink, progress = LineSink(40, stream), Progress(40)
+    found = {"evaluation/avg@16": 0.25, "evaluation/pass@16": 0.5, "evaluation/pass@2": 0.375}
+    for step, values in (
+        (0, {**found, "evaluation/stderr": 1.0}),
+        (1, VALUES),
+        (2, {"evaluation/avg@16": 0.125}),
+    ):
+        sink.log(step, values)
+        progress.update(step, values)
+    first, second, third = stream.getvalue().splitlines()
+    assert "  avg@16 0.250  pass@2 0.375  pass@16 0.500  step time -" in first
+    assert "@" not in second and "  avg@16 0.125  step time" in third
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render(progress))
+    shown = console.file.getvalue().splitlines()[-1].strip()
+    assert shown == "evaluation avg@16 0.125   at step 2, best 0.250 at 0"
 
 
 def test_a_missing_metric_shows_as_a_dash() -> None:

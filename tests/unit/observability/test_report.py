@@ -29,6 +29,19 @@ def test_an_app_may_be_about_another_metric(tmp_path: Path) -> None:
     assert draw_report(rows, tmp_path / "report.png", view=SFT_VIEW).stat().st_size > 0
 
 
+def test_the_sentence_and_the_picture_have_the_evaluations(tmp_path: Path) -> None:
+    rows = rows_of(30, **{"reward/mean": 0.5, "time/step_s": 2.0})
+    plain = draw_report(rows, tmp_path / "plain.png").read_bytes()
+    rows.insert(0, {"step": 0, "time/step_s": 2.0, "evaluation/avg@4": 0.25, "evaluation/pass@4": 0.9})
+    rows[10]["evaluation/avg@4"], rows[30]["evaluation/avg@4"] = 0.875, 0.75
+    assert summarize(rows) == (
+        "mean reward 0.500 (first 3) to 0.500 (last 10), evaluation avg@4 0.250 to 0.750 (best 0.875 at "
+        "step 10) in 30 steps, 1.0 min"
+    )
+    assert draw_report(rows, tmp_path / "report.png").read_bytes() != plain
+    draw_report(rows[:1], tmp_path / "first.png")  # killed in the first step
+
+
 def test_a_short_or_empty_run_has_a_sentence_too() -> None:
     assert summarize([]) == "no step was finished"
     assert summarize(rows_of(1)) == "no reward was recorded in 1 steps, 0.0 min"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.observability.jsonl import JSONLSink, rewind
+from forge.observability.jsonl import JSONLSink, read_rows, rewind
 from forge.observability.logs import StderrHandler, configure_logging
 from forge.observability.tracker import Tracker
 
@@ -123,17 +123,25 @@ def test_log_lines_follow_a_replaced_stderr(capsys: pytest.CaptureFixture[str]) 
             root.removeHandler(handler)
 
 
-def test_a_metrics_file_goes_on_behind_the_step_that_was_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", ['{"step": 2, "loss/', "\0" * 50 + "\n", "\xff\n"])
+def test_a_metrics_file_goes_on_behind_the_step_that_was_saved(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JSONLSink(path)
     for step in range(4):
         sink.log(step, {"loss/total": float(step)})
     sink.close()
-    with path.open("a") as file:
-        file.write('{"step": 4, "loss/')  # the run was killed here
+    with path.open("ab") as file:
+        file.write(torn.encode("latin-1"))  # the run was killed here, or the machine went down
+    rewind(path, 9)
+    assert [row["step"] for row in map(json.loads, path.read_text().splitlines())] == [0, 1, 2, 3]
     sink = JSONLSink(path, go_on=True)
     rewind(path, 2)
     sink.log(3, {"loss/total": 30.0})
     sink.close()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["step"], row["loss/total"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+    with path.open("ab") as file:
+        file.write(bytes(40) + b"\n")  # the machine went down here
+    assert [row["step"] for row in read_rows(path)] == [0, 1, 2, 3]
+    rewind(path, 3)
+    assert path.read_bytes().endswith(b"}\n") and read_rows(path) == rows

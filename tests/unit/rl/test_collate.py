@@ -1,5 +1,7 @@
 """Packing against a brute-force reading of every packed token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -78,6 +80,15 @@ def test_episodes_keep_their_order_rank_by_rank() -> None:
     assert [i.input_ids.shape[0] for i in inputs] == [1, 1]
     assert targets[0].advantages.tolist() == [0.5, 0.5]
     assert targets[0].ref_logprobs is not None and targets[0].ref_logprobs.tolist() == [[-1, 0], [-1, -1]]
+
+
+def test_advantages_per_token_stand_where_their_tokens_do_and_a_number_stands_for_all() -> None:
+    by_token = replace(episode("a", [1, 2, 3]), advantage=torch.tensor([0.1, -0.2, 0.3]))
+    _, targets = pack_episodes([episode("a", [4, 5]), by_token])
+    assert torch.equal(targets.advantages, torch.tensor([[0.5, 0.5, 0], [0.1, -0.2, 0.3]]))
+    assert targets.advantages.dtype == torch.float32
+    with pytest.raises(ForgeError, match=r"a/\[1, 2, 3\] has 3 tokens but advantages of shape \[2\]"):
+        pack_episodes([replace(by_token, advantage=torch.zeros(2))])
 
 
 def test_batches_that_can_not_be_trained_on_are_refused_by_name() -> None:

@@ -11,7 +11,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMError
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingType
 
 from forge.errors import ConfigError
 
@@ -30,8 +30,14 @@ _OWN_SAMPLING_KEYS = {
     "output_kind": "a Generator answers with finished completions",
     "detokenize": "text is always returned",
 }
-# Seconds sooner to start and up to a third faster than vLLM's own defaults for a CPU.
-_CPU_DEFAULTS = {"enforce_eager": True, "block_size": 32, "max_num_seqs": 64}
+# Seconds sooner to start and up to a third faster than vLLM's own defaults for a CPU. Prompts are computed
+# whole: after a part of one, vLLM 0.32 rewinds the call's own random numbers, which those of a CPU can't do.
+_CPU_DEFAULTS = {
+    "enforce_eager": True,
+    "block_size": 32,
+    "max_num_seqs": 64,
+    "enable_chunked_prefill": False,
+}
 _WORKER_EXTENSION = "forge.actors._vllm.worker.WorkerExtension"
 
 
@@ -60,18 +66,32 @@ def engine_args(
     # Without the overlap of steps, every token is sampled by the weights that its step began with.
     defaults = {"use_tqdm_on_load": False, "async_scheduling": False}
     if current_platform.is_cpu():
+        if config.get("enable_chunked_prefill"):
+            raise ConfigError(
+                "engine_config.enable_chunked_prefill must be false on a CPU: vLLM fails there at a part "
+                "of a prompt whose call has a seed; leave it out"
+            )
         defaults |= _CPU_DEFAULTS
     return EngineArgs(**{**defaults, **config, **own})
 
 
-def engine_config(args: EngineArgs) -> VllmConfig:
-    """vLLM's complete configuration; ConfigError with vLLM's reason where it refuses the arguments."""
+def engine_config(args: EngineArgs, *, deterministic: bool = False) -> VllmConfig:
+    """vLLM's complete configuration; ConfigError with vLLM's reason where it refuses the arguments.
+
+    deterministic: on a CPU nothing is left to chance that could change what is computed.
+    """
     try:
         config = args.create_engine_config()
     except (VLLMError, ValidationError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses engine_config: {_reason(error)}") from error
-    if current_platform.is_cpu() and config.cache_config.kv_cache_memory_bytes is None:
-        config.cache_config.kv_cache_memory_bytes = kv_cache_nbytes(config, psutil.virtual_memory().available)
+    if current_platform.is_cpu():
+        if deterministic and not config.model_config.enforce_eager:
+            raise ConfigError(
+                "a deterministic generator compiles nothing on a CPU: drop engine_config.enforce_eager: false"
+            )
+        if config.cache_config.kv_cache_memory_bytes is None:
+            size = full_kv_cache_nbytes if deterministic else kv_cache_nbytes
+            config.cache_config.kv_cache_memory_bytes = size(config, psutil.virtual_memory().available)
     return config
 
 
@@ -80,6 +100,31 @@ def kv_cache_nbytes(config: VllmConfig, available: int) -> int:
 
     A single sequence always fits. With the size given, vLLM skips a trial run that would measure it.
     """
+    sequence_nbytes = _sequence_nbytes(config)
+    wanted = sequence_nbytes * config.scheduler_config.max_num_seqs
+    return max(sequence_nbytes, min(wanted, available // 4 // config.parallel_config.world_size))
+
+
+def full_kv_cache_nbytes(config: VllmConfig, available: int) -> int:
+    """Bytes of KV cache for `max_num_seqs` full sequences; ConfigError where half the memory can't hold it.
+
+    With less, some might be put off and computed anew, in other batches, depending on what was free at the
+    start.
+    """
+    wanted = _sequence_nbytes(config) * config.scheduler_config.max_num_seqs
+    share = available // 2 // config.parallel_config.world_size
+    if wanted > share:
+        raise ConfigError(
+            "a deterministic generator has a KV cache of a fixed size, and that of max_num_seqs "
+            f"{config.scheduler_config.max_num_seqs} x max_model_len {config.model_config.max_model_len} "
+            f"takes {wanted / 2**30:.1f} GiB, where {share / 2**30:.1f} GiB are free for it: set "
+            "engine_config.max_num_seqs to the completions of a prompt, or kv_cache_memory_bytes"
+        )
+    return wanted
+
+
+def _sequence_nbytes(config: VllmConfig) -> int:
+    """Bytes of KV cache for one sequence of `max_model_len` tokens."""
     model, parallel = config.model_config, config.parallel_config
     token_nbytes = (
         2  # keys and values
@@ -90,15 +135,14 @@ def kv_cache_nbytes(config: VllmConfig, available: int) -> int:
     )
     block_size = config.cache_config.block_size
     num_blocks = -(-model.max_model_len // block_size) + 1
-    sequence_nbytes = token_nbytes * block_size * num_blocks
-    wanted = sequence_nbytes * config.scheduler_config.max_num_seqs
-    return max(sequence_nbytes, min(wanted, available // 4 // parallel.world_size))
+    return token_nbytes * block_size * num_blocks
 
 
-def sampling_params(config: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(config: Mapping[str, Any], *, needs_seed: bool = False) -> SamplingParams:
     """One request's parameters; ConfigError for an unknown key or an impossible value.
 
-    Without `max_tokens`, a completion may fill what the prompt leaves of `max_model_len`.
+    Without `max_tokens`, a completion may fill what the prompt leaves of `max_model_len`. needs_seed: whether
+    what is sampled must be drawn from random numbers of the request's own.
     """
     known = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
     _check_keys("sampling_config", config, known, _OWN_SAMPLING_KEYS)
@@ -109,9 +153,15 @@ def sampling_params(config: Mapping[str, Any]) -> SamplingParams:
         "detokenize": bool(config.get("stop")),  # vLLM needs the text only to find stop strings in it
     }
     try:
-        return SamplingParams(**{"max_tokens": None, **config, **own})
+        params = SamplingParams(**{"max_tokens": None, **config, **own})
     except (VLLMError, ValidationError, ValueError, TypeError) as error:
         raise ConfigError(f"vLLM refuses sampling_config: {_reason(error)}") from error
+    if needs_seed and params.seed is None and params.sampling_type is not SamplingType.GREEDY:
+        raise ConfigError(
+            "a deterministic generator needs a seed for each call that samples, since what it would draw "
+            "from otherwise depends on the calls before: generate(prompt, seed=call_seed(run_seed, number))"
+        )
+    return params
 
 
 def scoring_params() -> SamplingParams:

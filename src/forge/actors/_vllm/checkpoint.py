@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from forge.errors import WeightsMismatch
+from forge.weights import TensorFacts
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -25,7 +24,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_weights(
-    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], *, tied: bool
+    published: Mapping[str, TensorFacts], expected: Mapping[str, tuple[int, ...]], *, tied: bool
 ) -> None:
     """WeightsMismatch, naming the tensor, unless exactly the expected tensors are there, in their shapes.
 
@@ -33,8 +32,8 @@ def check_weights(
     side, but where it is there it must equal the input's.
     """
     optional = {_HEAD} if tied else set()
-    missing = sorted(expected.keys() - tensors.keys() - optional)
-    unknown = sorted(tensors.keys() - expected.keys() - optional)
+    missing = sorted(expected.keys() - published.keys() - optional)
+    unknown = sorted(published.keys() - expected.keys() - optional)
     if missing or unknown:
         parts = [f"{missing[0]} is missing"] if missing else []
         parts += [f"{unknown[0]} is not in the model"] if unknown else []
@@ -42,15 +41,14 @@ def check_weights(
             f"{' and '.join(parts)} ({len(missing)} missing and {len(unknown)} unknown of {len(expected)}): "
             "publish the names of the model's Hugging Face checkpoint"
         )
-    for name, tensor in tensors.items():
-        if name in expected and tuple(tensor.shape) != expected[name]:
+    for name, facts in published.items():
+        if name in expected and facts.shape != expected[name]:
             raise WeightsMismatch(
-                f"{name} has shape {tuple(tensor.shape)}, the model's has {expected[name]}: "
-                "is it another model's?"
+                f"{name} has shape {facts.shape}, the model's has {expected[name]}: is it another model's?"
             )
-    if tied and _HEAD in tensors:
-        embedding = next(tensor for name, tensor in tensors.items() if name.endswith(_EMBEDDING))
-        if not torch.equal(tensors[_HEAD], embedding):
+    if tied and _HEAD in published:
+        embedding = next(facts for name, facts in published.items() if name.endswith(_EMBEDDING))
+        if published[_HEAD] != embedding:
             raise WeightsMismatch(
                 f"{_HEAD} differs from {_EMBEDDING}, but the model ties them: train them as one tensor"
             )

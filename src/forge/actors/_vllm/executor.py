@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 from vllm.v1.executor.abstract import Executor
 
+from forge.actors._vllm.shared_memory import sweep_names
 from forge.actors._vllm.worker import MeshWorker
 
 CallPeers = Callable[[bytes], Future[list[bytes | None]]]
@@ -23,6 +24,7 @@ class MeshExecutor(Executor):
 
     def _init_executor(self) -> None:
         config = self.parallel_config
+        sweep_names()
         self._worker = MeshWorker(0)
         # With pipeline stages, the first rank of the last one has the output.
         self._output_rank = config.world_size - config.tensor_parallel_size

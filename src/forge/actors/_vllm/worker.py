@@ -1,36 +1,44 @@
 """vLLM's workers in this process: one that serves a mesh, and what forge adds to every worker."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
-from torch import Tensor, nn
+from torch import Tensor
+from vllm.config import CompilationMode
 from vllm.distributed import get_pp_group, get_tp_group
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from forge.actors._vllm.rank_weights import RankWeights, tied_heads
+from forge.actors._vllm.shared_memory import unlink_names
+from forge.errors import WeightsMismatch
+from forge.weights import Box
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase as _Worker
 else:
     _Worker = object
 
-_staged: dict[int, dict[str, Tensor]] = {}
+_weights: RankWeights | None = None
 
 
-def stage(version: int, tensors: dict[str, Tensor]) -> None:
-    """Keeps weights for this process's worker to load, in place of older ones."""
-    for older in [v for v in list(_staged) if v < version]:
-        del _staged[older]
-    _staged[version] = tensors
+def rank_weights() -> RankWeights:
+    """Those of this process's worker, once the engine is built."""
+    assert _weights is not None, "the engine has not been built"
+    return _weights
 
 
-def staged(version: int) -> dict[str, Tensor]:
-    """The weights that `stage` kept."""
-    return _staged[version]
+@dataclass(frozen=True, slots=True)
+class WeightNeeds:
+    """What one rank needs of every version; see `LoadPlan`."""
+
+    boxes: dict[str, Box]
+    unproven: dict[str, str]
+    has_tied_head: bool  # output and input embeddings are one tensor
 
 
 class WorkerExtension(_Worker):
@@ -40,7 +48,7 @@ class WorkerExtension(_Worker):
         """On a CPU, what vLLM leaves undone where several ranks share a model; after all have loaded it."""
         if not current_platform.is_cpu():
             return
-        _unlink_shared_memory(self.rank)
+        unlink_names(self.rank, get_tp_group().mq_broadcaster)
         runner = cast(Any, self.model_runner)
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
             # Made by a trial run, which is skipped where nothing is compiled.
@@ -48,40 +56,32 @@ class WorkerExtension(_Worker):
                 batch_size=runner.max_num_tokens, dtype=self.model_config.dtype, device=runner.device
             )
 
-    def load_staged_weights(self, version: int) -> None:
-        """Replaces all weights, in place, by those staged in this process."""
-        tensors = _staged.pop(version)
-        self.reload_weights(weights_iterator=iter(tensors.items()))  # type: ignore[attr-defined]
-        for head in tied_heads(self.get_model()):
-            # On a CPU a layer computes with a packed copy of its weight, and vLLM renews those only of
-            # layers for which a tensor arrived.
-            head.quant_method.process_weights_after_loading(head)
+    def plan_loading(self, shapes: dict[str, tuple[int, ...]]) -> WeightNeeds:
+        """Finds out which boxes of the checkpoint's tensors this rank needs; before the first step."""
+        global _weights
+        model = self.get_model()
+        is_compiled = self.vllm_config.compilation_config.mode != CompilationMode.NONE
+        _weights = RankWeights(model, shapes, self._reload_in_place, is_compiled=is_compiled)
+        plan = _weights.plan
+        return WeightNeeds(plan.boxes, plan.unproven, has_tied_head=bool(tied_heads(model)))
 
-    def has_tied_head(self) -> bool:
-        """Whether output and input embeddings are one tensor."""
-        return bool(tied_heads(self.get_model()))
+    def fetch_whole(self, names: set[str]) -> None:
+        """See `RankWeights`."""
+        rank_weights().fetch_whole(names)
 
+    def load_staged_weights(self, version: int) -> str | None:
+        """Goes on with the weights that are staged in this process; returns what is wrong with them then.
 
-def _unlink_shared_memory(rank: int) -> None:
-    """All ranks have mapped each other's memory; without a name it goes when they go, even if killed."""
-    queue = cast(Any, get_tp_group().mq_broadcaster)
-    if queue is not None and queue.buffer.is_creator:
-        queue.buffer.shared_memory.unlink()
-        queue.buffer.is_creator = False  # or it would unlink it once more
-    for path in Path("/dev/shm").iterdir():
-        if path.name.startswith(f"{os.environ['VLLM_DIST_IDENT']}-") and path.name.endswith(f"cpushm_{rank}"):
-            path.unlink()
+        Not raised here, since the ranks' calls have to meet.
+        """
+        try:
+            rank_weights().load(version)
+        except WeightsMismatch as mismatch:
+            return str(mismatch)
+        return None
 
-
-def tied_heads(model: nn.Module) -> list[ParallelLMHead]:
-    """The output layers that share their weight with an embedding."""
-    embeddings = [
-        module
-        for module in model.modules()
-        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
-    ]
-    heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
-    return [head for head in heads if any(head.weight is embedding.weight for embedding in embeddings)]
+    def _reload_in_place(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
 
 
 class MeshWorker:

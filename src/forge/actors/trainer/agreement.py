@@ -1,6 +1,6 @@
-"""What one rank finds out or does on a disk that all see, told to the others."""
+"""What ranks tell each other of what one of them found out, did, or failed to do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -8,6 +8,29 @@ import torch.distributed as dist
 from forge.errors import ForgeError
 
 T = TypeVar("T")
+
+
+def own_rank() -> int:
+    """This process's number among all."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def from_every_rank(value: T) -> list[T]:
+    """The values of all processes, in their order (a collective)."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def raise_any(failures: Sequence[ForgeError | None], who: str = "rank") -> None:
+    """Raises the first of those that several had, named by `who` they are, or the only one's."""
+    for number, failure in enumerate(failures):
+        if failure is not None:
+            if len(failures) > 1:
+                failure.args = (f"{who} {number}: {failure}",)
+            raise failure
 
 
 def from_rank_0(function: Callable[[], T], rank: int) -> T:

@@ -25,8 +25,10 @@ from forge.actors.trainer.agreement import from_rank_0
 from forge.actors.trainer.checkpoint_folder import CheckpointFolder
 from forge.actors.trainer.checkpoint_options import CheckpointOptions
 from forge.actors.trainer.learner import Facts
+from forge.actors.trainer.lora import is_adapter
+from forge.actors.trainer.lora_options import LoRAOptions
 from forge.actors.trainer.work import Standing
-from forge.errors import ActorFailure, ForgeError
+from forge.errors import ActorFailure, ConfigError, ForgeError
 
 if TYPE_CHECKING:
     from forge.actors.trainer.learner import Learner
@@ -61,7 +63,8 @@ class Checkpoints:
         assert options.folder is not None
         self._learner, self._options, self._rank = learner, options, rank
         self._standing = Standing()
-        self._facts = _RankFacts(lambda: _by_name(learner.facts()) | _by_name(self._standing), rank)
+        self._lora = _described(learner.model.lora)
+        self._facts = _RankFacts(self._own_facts, rank)
         self._is_async = options.async_mode == "async"
         self._manager = titan.CheckpointManager.Config(
             enable=True,
@@ -79,6 +82,7 @@ class Checkpoints:
         self.folder = CheckpointFolder(Path(options.folder).absolute())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[str | None] | None = None
+        self._saved: tuple[int, Standing] | None = None  # the last, by its optimizer steps
 
     def is_due(self, step: int) -> bool:
         """Whether one is to be saved after so many optimizer steps."""
@@ -87,8 +91,9 @@ class Checkpoints:
     def base(self, note: Path | None) -> int:
         """The checkpoint to start from, as optimizer steps; 0: none.
 
-        That which is written in the file `note`, else the newest that is complete and whole, which is then
-        written there. Raises ActorFailure when the written one is gone, ForgeError when all are damaged.
+        That which is written in the file `note`, else the newest that is complete and whole and not after
+        `load_step`, which is then written there. Raises ActorFailure when the written one is gone, ForgeError
+        when all are damaged.
         """
         return from_rank_0(lambda: self._base(note), self._rank)
 
@@ -97,41 +102,63 @@ class Checkpoints:
 
         The optimizer's options win over what it holds: learning rate, betas, eps, weight decay. Random
         numbers are exact under the number of processes that wrote it; otherwise they go on from rank 0's.
+        Raises ConfigError where it is of other adapters.
         """
         start = time.monotonic()
         options = [_options_of(group) for group in self._param_groups()]
         # one rank's word: a shared file system may show the others what is gone
         keys = from_rank_0(lambda: set(self.folder.metadata(step).state_dict_metadata), self._rank)
         self._facts.rank = self._rank if f"{_FACTS}.rank{self._rank}" in keys else 0
-        _expect_one_process()
-        try:
-            self._manager.dcp_load(
-                self._states(), checkpoint_id=str(self.folder.of(step)), from_hf=False, from_quantized=False
-            )
-        except CheckpointException as error:  # no Exception
-            raise ForgeError(f"{self.folder.of(step)} can't be loaded: {_reason(error)}") from error
+        self._read(step, {_FACTS: self._facts})
         self._facts.rank = self._rank
+        stored = self._facts.loaded
+        self._check_lora(step, stored.get("lora"), stored.get("base"))
+        self._read(step, self._tensors())
         for group, given in zip(self._param_groups(), options, strict=True):  # others than before
             group.update(given)
-        stored = self._facts.loaded
         self._learner.resume(Facts(*(stored[f.name] for f in fields(Facts))))
         if self._rank == 0:
             taken = time.monotonic() - start
             logger.info("%s was loaded in %.1f s", self.folder.of(step), taken)
         return Standing(*(stored[f.name] for f in fields(Standing)))
 
+    def _read(self, step: int, states: dict[str, Any]) -> None:
+        _expect_one_process()
+        try:
+            self._manager.dcp_load(
+                states, checkpoint_id=str(self.folder.of(step)), from_hf=False, from_quantized=False
+            )
+        except CheckpointException as error:  # no Exception
+            raise ForgeError(f"{self.folder.of(step)} can't be loaded: {_reason(error)}") from error
+
+    def _check_lora(self, step: int, stored: dict[str, Any] | None, base: str | None) -> None:
+        if stored != self._lora:
+            was, now = ("null" if lora is None else lora for lora in (stored, self._lora))
+            raise ConfigError(
+                f"{self.folder.of(step)} was written with training.lora {was}, but it is {now}: set it as it "
+                "was, or name another checkpoint.folder"
+            )
+        if base != self._learner.model.base:
+            raise ConfigError(
+                f"{self.folder.of(step)} holds adapters of another model than "
+                f"{self._learner.model.source.name}: name the model that they were trained on, or another "
+                "checkpoint.folder"
+            )
+
     def save(self, standing: Standing, also_kept: Collection[int] = ()) -> None:
         """Begins to save; the next step may change everything once this has returned.
 
-        also_kept: checkpoints that must not be deleted, however old. Does nothing before the first step, and
-        while a step is repeated of which a later checkpoint is complete. Where the one before could not be
-        written, this one is waited for: raises ForgeError, on every rank, when it can't be written either.
+        also_kept: checkpoints that must not be deleted, however old. Does nothing before the first step, for
+        what was saved last, and while a step is repeated of which a later checkpoint is complete. Where the
+        one before could not be written, this one is waited for: raises ForgeError, on every rank, when it
+        can't be written either.
         """
         step = self._learner.num_steps
         failed_before = self._failure() is not None
-        if step == 0 or not from_rank_0(lambda: self._begin(step), self._rank):
+        is_saved = (step, standing) == self._saved and not failed_before
+        if step == 0 or is_saved or not from_rank_0(lambda: self._begin(step), self._rank):
             return
-        self._standing = standing
+        self._standing, self._saved = standing, (step, standing)
         self._saving = self._thread.submit(self._finish, step, self._write(step), also_kept)
         if failed_before or not self._is_async:
             self.wait()
@@ -140,6 +167,7 @@ class Checkpoints:
         """Returns when nothing is being written; raises ForgeError, on every rank, when it could not be."""
         failure = self._failure()
         if failure is not None:
+            self._saved = None
             raise ForgeError(failure)
 
     def close(self) -> None:
@@ -167,6 +195,7 @@ class Checkpoints:
         return step
 
     def _newest(self) -> int:
+        self.folder.set_later_aside(self._options.load_step)
         damaged: dict[int, str] = {}
         for step in reversed(self.folder.steps()):
             damage = self.folder.damage(step)
@@ -239,9 +268,20 @@ class Checkpoints:
     def _param_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._learner.update.optimizers for group in optimizer.param_groups]
 
+    def _own_facts(self) -> dict[str, Any]:
+        adapters = {"lora": self._lora, "base": self._learner.model.base}
+        return _by_name(self._learner.facts()) | _by_name(self._standing) | adapters
+
     def _states(self) -> dict[str, Any]:
+        return {_FACTS: self._facts, **self._tensors()}
+
+    def _tensors(self) -> dict[str, Any]:
+        """What is trained, by name, and the state of optimizer and schedule."""
         states = {name: state for name, state in self._manager.states.items() if state is not None}
+        del states[_FACTS]
         weights = states.pop(titan.MODEL).state_dict()
+        if self._lora is not None:  # all else comes from the model's folder
+            weights = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
         return {**states, **weights}
 
 
@@ -254,6 +294,11 @@ def _expect_one_process() -> None:
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     """What the user decides of a parameter group."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _described(lora: LoRAOptions | None) -> dict[str, Any] | None:
+    """The same for all ways to write down the same adapters."""
+    return None if lora is None else {"rank": lora.rank, "alpha": lora.alpha, "layers": list(lora.layers)}
 
 
 def _by_name(facts: Facts | Standing) -> dict[str, Any]:

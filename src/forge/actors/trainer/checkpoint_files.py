@@ -143,6 +143,19 @@ def save_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
     _write_json(config, folder / "config.json")
 
 
+def save_adapter(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
+    """Writes a folder that PEFT loads, in place of an earlier one: whole, or not there."""
+    new = folder.with_name(f"{folder.name}.partial")
+    for path in (new, folder):
+        if path.exists():
+            shutil.rmtree(path)
+    new.mkdir(parents=True)
+    on_cpu = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_cpu, new / "adapter_model.safetensors", metadata={"format": "pt"})
+    _write_json(dict(config), new / "adapter_config.json")
+    os.replace(new, folder)
+
+
 def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     names = sorted(_named_in(folder))
     if not names and (folder / SINGLE).is_file():

@@ -21,7 +21,7 @@ class CheckpointFolder:
     """Folders step-N, N optimizer steps done; one gets that name when it is complete.
 
     While it is written it is called step-N.partial. A damaged one that was passed over becomes
-    step-N.damaged. Only rank 0 changes anything.
+    step-N.damaged; one that came after the step to start from, step-N.later. Only rank 0 changes anything.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,8 +81,17 @@ class CheckpointFolder:
 
     def set_aside(self, step: int) -> None:
         """Takes a damaged one out of the count; its files stay for whoever wants to look."""
+        self._rename(step, "damaged")
+
+    def set_later_aside(self, last: int | None) -> None:
+        """Takes those out of the count that come after this step, to which a run goes back; None: none."""
+        for step in self.steps():
+            if last is not None and step > last:
+                self._rename(step, "later")
+
+    def _rename(self, step: int, ending: str) -> None:
         path = self.of(step)
-        aside = self.path / f"{path.name}.damaged"
+        aside = self.path / f"{path.name}.{ending}"
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(path, aside)
 

@@ -20,11 +20,15 @@ class CheckpointOptions:
     keep_latest_k: int = 2  # older ones are deleted
     # "async": training goes on once the state is copied to host memory; "disabled": once it is on the disk
     async_mode: Literal["async", "disabled"] = "async"
+    # the newest checkpoint to start from, in optimizer steps; later ones become step-N.later. None: any
+    load_step: int | None = None
 
     def __post_init__(self) -> None:
         if self.folder is not None and not self.folder.strip():
             raise ConfigError("checkpoint.folder is empty: name a folder, or leave it out")
         if self.interval < 0:
             raise ConfigError(f"checkpoint.interval must not be negative, got {self.interval}")
+        if self.load_step is not None and self.load_step < 0:
+            raise ConfigError(f"checkpoint.load_step must not be negative, got {self.load_step}")
         if self.keep_latest_k < 1:
             raise ConfigError(f"checkpoint.keep_latest_k must be at least 1, got {self.keep_latest_k}")

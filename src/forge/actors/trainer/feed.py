@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forge.actors.trainer.layout import Stream, stream_of
+from forge.actors.trainer.micro_batch import MicroBatch
 from forge.data_models import TrainInputs
 
 
@@ -17,6 +18,11 @@ class Query:
 
     inputs: TrainInputs
     source_ids: Tensor  # [M]: cells, row * L + column
+
+
+def queries_of(batches: Sequence[MicroBatch]) -> list[Query]:
+    """What the model is asked for the unmasked targets of each batch, in their order."""
+    return [Query(inputs, targets.source_ids[targets.loss_mask.bool()]) for inputs, targets in batches]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,14 @@ from forge.actors.trainer.micro_batch import NormalizeBy
 from forge.actors.trainer.readout import Readout
 from forge.data_models import TrainTargets
 from forge.errors import ConfigError, ForgeError
+from forge.rl.loss.logprobs import compute_logprobs
 
 Metrics = Mapping[str, Tensor | float]
 Loss = Callable[..., tuple[Tensor, Metrics]]
-"""(logits, target_ids, advantages, generator_logprobs, loss_mask, ref_logprobs) -> (loss, metrics)."""
+"""(logits, target_ids, advantages, generator_logprobs, loss_mask, ref_logprobs) -> (loss, metrics).
+
+`proximal_logprobs` [N, T] is given as a keyword beside these when the batch holds it, and only then.
+"""
 
 
 @runtime_checkable
@@ -33,6 +37,8 @@ class LogprobsLoss(Protocol):
         generator_logprobs: Tensor,
         loss_mask: Tensor,
         ref_logprobs: Tensor | None = None,
+        *,
+        proximal_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
         """logprobs, entropy [N, T] float32, 0 where masked; the rest as in a call of the loss."""
         ...
@@ -77,17 +83,42 @@ def loss_of(readout: Readout, loss: Loss, targets: TrainTargets) -> tuple[Tensor
     if not mask.any():  # nothing to learn here, but every process must run the same passes
         return readout.nothing(), {}
     rest = (targets.advantages, targets.generator_logprobs, mask, targets.ref_logprobs)
+    proximal = targets.proximal_logprobs
+    more = {} if proximal is None else {"proximal_logprobs": proximal}
     if reads_logprobs(loss):
         scores = readout.logprobs(targets.target_ids[mask], targets.temperature)
         given = [spread(score, mask) for score in scores]
-        return _call(loss.from_logprobs, *given, *rest)  # pyright: ignore[reportFunctionMemberAccess]
+        return _call(loss.from_logprobs, *given, *rest, **more)  # pyright: ignore[reportFunctionMemberAccess]
     logits = readout.logits().float() / targets.temperature
-    return _call(loss, spread(logits, mask), targets.target_ids, *rest)
+    return _call(loss, spread(logits, mask), targets.target_ids, *rest, **more)
 
 
-def _call(loss: Callable[..., object], *args: Tensor | None) -> tuple[Tensor, Metrics]:
+def logprobs_of(readout: Readout, loss: Loss, targets: TrainTargets) -> Tensor:
+    """[N, T] float32, 0 where masked: log-probabilities of the targets, computed as for this loss."""
+    mask = targets.loss_mask.bool()
+    if not mask.any():
+        return torch.zeros_like(targets.target_ids, dtype=torch.float32)
+    if reads_logprobs(loss):
+        return spread(readout.logprobs(targets.target_ids[mask], targets.temperature)[0], mask)
+    logits = readout.logits().float() / targets.temperature
+    return compute_logprobs(spread(logits, mask), targets.target_ids, loss_mask=mask)
+
+
+def whole_batch_metrics(loss: Loss, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of a batch, merged from those of its parts, with what the loss's method `whole_batch_metrics`
+    makes of them: numbers that can't be merged, as a ratio of means is none of ratios."""
+    derive = getattr(loss, "whole_batch_metrics", None)
+    if derive is None:
+        return dict(metrics)
     try:
-        answer = loss(*args)
+        return dict(derive(metrics))
+    except Exception as error:  # of a user's code; translated, as what a loss raises is
+        raise as_forge_error(error, "whole_batch_metrics of the loss") from error
+
+
+def _call(loss: Callable[..., object], *args: Tensor | None, **more: Tensor) -> tuple[Tensor, Metrics]:
+    try:
+        answer = loss(*args, **more)
     except ForgeError:
         raise
     except Exception as error:  # of a user's code; translated, to travel to all ranks

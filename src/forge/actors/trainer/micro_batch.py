@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from itertools import compress
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +52,7 @@ def _padded(targets: TrainTargets, length: int) -> TrainTargets:
     if not missing:
         return targets
     tensors = {
-        field.name: F.pad(value, (0, missing))
-        for field in dataclasses.fields(targets)
-        if isinstance(value := getattr(targets, field.name), Tensor) and value.dim() == 2
+        name: F.pad(values, (0, missing)) for name, values in _tensors(targets).items() if values.dim() == 2
     }
     return dataclasses.replace(targets, **tensors)
 
@@ -74,34 +73,32 @@ def part_of(batch: MicroBatch, row_numbers: Sequence[int]) -> MicroBatch:
     if len(row_numbers) == num_rows:
         return batch
     rows = torch.tensor(row_numbers, dtype=torch.long)
+    chosen = completions_in(batch, row_numbers)
     filled = (inputs.segment_ids[rows] >= 0).any(0).nonzero()
     length = int(filled.max()) + 1 if len(filled) else 1
     number = torch.full((num_rows,), -1).scatter_(0, rows, torch.arange(len(rows)))
-    row_of = (targets.source_ids // old_length).amax(-1)  # masked places say 0, a completion has one row
-    chosen = number[row_of] >= 0
     old = targets.source_ids[chosen]
     new = number[old // old_length] * length + old % old_length
-    mask = targets.loss_mask[chosen]
-    ref_logprobs = targets.ref_logprobs
+    kept = {name: values[chosen] for name, values in _tensors(targets).items()}
+    kept["source_ids"] = torch.where(kept["loss_mask"], new, 0)
+    lists = {name: list(compress(values, chosen.tolist())) for name, values in _lists(targets).items()}
     return (
         TrainInputs(
             input_ids=inputs.input_ids[rows, :length],
             positions=inputs.positions[rows, :length],
             segment_ids=inputs.segment_ids[rows, :length],
         ),
-        TrainTargets(
-            source_ids=torch.where(mask, new, 0),
-            target_ids=targets.target_ids[chosen],
-            loss_mask=mask,
-            advantages=targets.advantages[chosen],
-            generator_logprobs=targets.generator_logprobs[chosen],
-            ref_logprobs=None if ref_logprobs is None else ref_logprobs[chosen],
-            temperature=targets.temperature,
-            episode_ids=[
-                name for name, keep in zip(targets.episode_ids, chosen.tolist(), strict=False) if keep
-            ],
-        ),
+        dataclasses.replace(targets, **kept, **lists),
     )
+
+
+def completions_in(batch: MicroBatch, row_numbers: Sequence[int]) -> Tensor:
+    """[N] bool: the completions that stand in these rows."""
+    inputs, targets = batch
+    num_rows, length = inputs.input_ids.shape
+    is_chosen = torch.zeros(num_rows, dtype=torch.bool)
+    is_chosen[list(row_numbers)] = True
+    return is_chosen[(targets.source_ids // length).amax(-1)]  # masked places say 0; one row has them all
 
 
 def count(targets: TrainTargets, normalize_by: NormalizeBy) -> int:
@@ -164,12 +161,18 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 def moved(data: Data, device: torch.device) -> Data:
     """Inputs or targets with every tensor on `device`."""
-    tensors = {
-        field.name: value.to(device)
-        for field in dataclasses.fields(data)
-        if isinstance(value := getattr(data, field.name), Tensor)
-    }
-    return dataclasses.replace(data, **tensors)
+    return dataclasses.replace(data, **{name: values.to(device) for name, values in _tensors(data).items()})
+
+
+def _tensors(data: Data) -> dict[str, Tensor]:
+    fields = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
+    return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+
+
+def _lists(targets: TrainTargets) -> dict[str, list[Any]]:
+    """What is named of each completion."""
+    fields = {field.name: getattr(targets, field.name) for field in dataclasses.fields(targets)}
+    return {name: value for name, value in fields.items() if isinstance(value, list)}
 
 
 def suspects_among(targets: Sequence[TrainTargets]) -> list[str]:
@@ -192,8 +195,7 @@ def name_episodes(targets: Sequence[TrainTargets], limit: int = 8) -> str:
 def _not_finite(targets: TrainTargets) -> list[bool]:
     """[N]: whether a number that came with the sequence, masked ones aside, is NaN or infinite."""
     bad = torch.zeros(len(targets.target_ids), dtype=torch.bool)
-    for values in (targets.advantages, targets.generator_logprobs, targets.ref_logprobs):
-        if values is not None:
-            finite = values.isfinite().cpu()
-            bad |= ~finite if finite.dim() == 1 else (~finite & targets.loss_mask.cpu().bool()).any(-1)
+    for values in _tensors(targets).values():
+        finite = values.isfinite().cpu()
+        bad |= ~finite if finite.dim() == 1 else (~finite & targets.loss_mask.cpu().bool()).any(-1)
     return bad.tolist()

@@ -33,13 +33,16 @@ from forge.actors._titan import (
 from forge.actors.trainer.attention import TreeAttention
 from forge.actors.trainer.head import TokenHead
 from forge.actors.trainer.hf_config import check_hf_config
+from forge.actors.trainer.lora import with_adapters
+from forge.actors.trainer.lora_options import LoRAOptions
 
 LOADED: dict[str, Any] = {"weight": skip_param_init, "bias": skip_param_init}
 """How weights are initialized: not at all. ModelSource.load fills them, random ones too."""
 
 
-def model_spec(config: PretrainedConfig, seq_len: int) -> ModelSpec:
-    """The torchtitan model of a Hugging Face config, for positions below `seq_len`.
+def model_spec(config: PretrainedConfig, seq_len: int, lora: LoRAOptions | None = None) -> ModelSpec:
+    """The torchtitan model of a Hugging Face config, for positions below `seq_len`; with adapters if any are
+    asked for.
 
     Raises ConfigError naming the field where torchtitan's block can't compute what the config asks for.
     """
@@ -60,7 +63,7 @@ def model_spec(config: PretrainedConfig, seq_len: int) -> ModelSpec:
     return ModelSpec(
         name=config.model_type,
         flavor=f"{config.num_hidden_layers}x{config.hidden_size}",
-        model=model,
+        model=model if lora is None else with_adapters(model, lora),
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,
@@ -81,10 +84,11 @@ def _layer(config: PretrainedConfig, seq_len: int) -> Qwen3TransformerBlock.Conf
             n_heads=num_heads,
             n_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            qkv_linear=QKVLinear.Config(
+            qkv_linear=QKV.Config(
                 head_dim=head_dim,
                 wq=_linear(dim, num_heads * head_dim, bias),
                 wkv=_linear(dim, num_kv_heads * head_dim, bias),
+                wv=_linear(dim, num_kv_heads * head_dim, bias),
             ),
             wo=_linear(num_heads * head_dim, dim),
             qk_norm=_norm(config, head_dim) if config.model_type == "qwen3" else None,
@@ -108,6 +112,21 @@ def _linear(fan_in: int, fan_out: int, bias: bool = False) -> Linear.Config:
 
 def _norm(config: PretrainedConfig, size: int) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=size, eps=config.rms_norm_eps, param_init=LOADED)
+
+
+class QKV(QKVLinear):
+    """Projections to q, k and v, each of a config of its own, so that each can have an adapter or none."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QKVLinear.Config):
+        """`wkv` is k's."""
+
+        wv: Linear.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        config.wv.sharding_config = config.wkv.sharding_config  # torchtitan's rules know of `wkv` only
+        self.wv = config.wv.build()
 
 
 class HFRoPE(CosSinRoPE):

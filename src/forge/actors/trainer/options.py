@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forge.actors.trainer.checkpoint_options import CheckpointOptions
+from forge.actors.trainer.lora_options import LoRAOptions
 from forge.actors.trainer.parallelism import ParallelismOptions
 from forge.errors import ConfigError
 from forge.schema import build
@@ -76,6 +77,7 @@ class TrainingOptions:
     activation_checkpoint: Literal["none", "selective", "full"] = "none"
     compile: bool = False  # each layer, by torch.compile: the first steps take longer
     cpu_offload: bool = False  # weights and optimizer state wait in host memory; more than one process
+    lora: LoRAOptions | None = None  # adapters are trained and nothing else; a reference model has none
     max_grad_norm: float = 1.0
     steps: int = 1_000_000  # of the whole run; the learning rate schedule needs it
     local_batch_size: int | None = None  # sequences that a rank gets each step; None: as many as come

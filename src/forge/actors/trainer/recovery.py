@@ -22,6 +22,7 @@ from forge.errors import ActorFailure, ForgeError
 if TYPE_CHECKING:
     from forge.actors.trainer.checkpoint import Checkpoints
     from forge.actors.trainer.learner import Learner
+    from forge.actors.trainer.pushes import Pushes
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,10 @@ class Recovery:
 
     As long as there is no snapshot, a new process starts from what the first one started from: a checkpoint,
     which is written down, or the model's own weights. That checkpoint is not deleted meanwhile.
+
+    A version that is pushed and not stored yet can be pushed again only from work that is repeated. So each
+    rank writes its part of a snapshot when its part of the version is stored: a snapshot that is whole comes
+    after a version that is whole. Where it could not be stored, there are none until another one is.
     """
 
     def __init__(
@@ -51,10 +56,12 @@ class Recovery:
         snapshot_every: int,
         steps: Steps | None = None,
         checkpoints: "Checkpoints | None" = None,
+        pushes: "Pushes | None" = None,
     ) -> None:
         self._learner, self._folder, self._rank = learner, folder, rank
         self._steps = steps or Steps(learner)
         self._checkpoints = checkpoints
+        self._pushes = pushes
         self._state: dict[str, Any] = {}  # the caller's
         self._base = 0  # the checkpoint that this run started from
         self._snapshot_every = snapshot_every
@@ -125,6 +132,7 @@ class Recovery:
         batches: Sequence[MicroBatch] = (),
         version: int | None = None,
         state: dict[str, Any] | None = None,
+        wait: bool = True,
     ) -> Answer | None:
         """The answer to a call, which is that of the first time when the call is a repetition."""
         if call is not None and call in self._answers:
@@ -134,7 +142,7 @@ class Recovery:
             return answer
         if method == "push_weights" and self._push_mark is not None:
             self._push_mark.touch()
-        work = Work(self._number + 1, call, method, batches, version, state)
+        work = Work(self._number + 1, call, method, batches, version, state, wait)
         self._write_down(work)
         try:
             return self._perform(work)
@@ -165,13 +173,19 @@ class Recovery:
         except Exception as error:  # gathered gradients go with it; raised again
             self._steps.forget()
             if isinstance(error, ForgeError):
-                self._keep(work.call, error)
+                self._finish(work, error, has_stepped=self._learner.num_steps > num_steps)
             raise
+        self._finish(work, answer, has_stepped=self._learner.num_steps > num_steps)
+        return answer
+
+    def _finish(self, work: Work, answer: Answer | ForgeError | None, *, has_stepped: bool) -> None:
+        """Keeps what came of it. A step that was done counts, though the loss failed at being told of it."""
+        if work.state is not None and (has_stepped or not isinstance(answer, ForgeError)):
+            self._state = work.state
         if work.method != "push_weights":  # whether that was done is known by what is pushed
             self._keep(work.call, answer)
-        if self._learner.num_steps > num_steps:
+        if has_stepped:
             self._save_if_due()
-        return answer
 
     def _compute(self, work: Work) -> Answer | None:
         answer = None
@@ -184,11 +198,9 @@ class Recovery:
             case "optim_step":
                 answer = self._update()
             case "save_checkpoint":
-                self._save_checkpoint(work.state)
+                self._save_checkpoint(work.state, wait=work.wait)
             case "push_weights":
                 pass
-        if work.state is not None:
-            self._state = work.state
         return answer
 
     def _update(self) -> dict[str, float]:
@@ -205,13 +217,17 @@ class Recovery:
     def _save_if_due(self) -> None:
         """After an update."""
         every, step = self._snapshot_every, self._learner.num_steps
-        if self._snapshots is not None and every and step % every == 0:
+        if self._snapshots is not None and every and step % every == 0 and self._pushes_are_stored():
             facts = (self._learner.facts(), self._standing(), self._answers)
             self._snapshots.begin(self._number, facts, self._learner.tensors())
         if self._checkpoints is not None and self._checkpoints.is_due(step):
             self._checkpoints.save(self._standing(), self._needed)
 
-    def _save_checkpoint(self, state: dict[str, Any] | None) -> None:
+    def _pushes_are_stored(self) -> bool:
+        """Who starts from a snapshot can't push versions that were pushed before it."""
+        return self._pushes is None or self._pushes.wait_stored()
+
+    def _save_checkpoint(self, state: dict[str, Any] | None, *, wait: bool) -> None:
         if self._checkpoints is None:
             raise ForgeError("save_checkpoint needs checkpoint.folder: give the trainer one")
         if self._steps.under_way:
@@ -222,7 +238,8 @@ class Recovery:
         if state is not None:
             self._state = state
         self._checkpoints.save(self._standing(), self._needed)
-        self._checkpoints.wait()
+        if wait:
+            self._checkpoints.wait()
 
     def _load_checkpoint(self, note: Path | None) -> None:
         """note: the file that says which one the run started from; None: there can't be one."""

@@ -6,14 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from forge.actors import _titan as titan
+from forge.actors.trainer import lora
 from forge.actors.trainer.agreement import as_forge_error
-from forge.actors.trainer.checkpoint_files import whole
 from forge.actors.trainer.feed import Feed, Query, feed_of
+from forge.actors.trainer.gathering import whole_tensors
 from forge.actors.trainer.job import Job
 from forge.actors.trainer.model import model_spec
 from forge.actors.trainer.options import ParallelismOptions, TrainingOptions
@@ -48,14 +48,19 @@ class ShardedModel:
         trainable: bool = True,
         seed: int = 0,
     ) -> None:
-        """Raises ConfigError where the model can't be cut as `parallelism` says."""
+        """Raises ConfigError where the model can't be cut as `parallelism` says.
+
+        With `training.lora` the model has adapters, which alone are trained; one that is not trainable has
+        none.
+        """
         parallelism.check(world_size)
         parallelism.check_model(source.config)
         self.source = source
         self.seq_len = training.seq_len
         self.vocab_size: int = source.config.vocab_size
         self.dtype = titan.TORCH_DTYPE_MAP[training.dtype]
-        spec = model_spec(source.config, training.seq_len)
+        self.lora = training.lora if trainable else None
+        spec = model_spec(source.config, training.seq_len, self.lora)
         self.job = Job(parallelism, world_size=world_size, seed=seed, cpu_offload=training.cpu_offload)
         self._autocast = world_size == 1 and self.dtype != torch.float32
         whole = build_whole(spec, self.job)
@@ -64,9 +69,13 @@ class ShardedModel:
         names = self.adapter.to_hf(whole.state_dict())
         self.parts = build_parts(whole, spec, self.job, training)
         for part in self.parts:
-            part.train(trainable).requires_grad_(trainable)
+            part.train(trainable)
+            for name, parameter in part.named_parameters():
+                parameter.requires_grad_(trainable and (self.lora is None or lora.is_adapter(name)))
         # tensors of other stages are checked, and not filled: they are on the meta device
         source.load({**names, **self.hf_tensors()}, seed)
+        self.base = None if self.lora is None else source.fingerprint(seed)  # of what adapters are on
+        lora.draw(self.adapters(), seed)
         if self._autocast and not trainable:
             self._round_projections()
         self._pipeline = None
@@ -88,28 +97,30 @@ class ShardedModel:
         return self.job.device
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """The live weights by their Hugging Face names, or this process's part of them; tied ones once."""
-        return self.adapter.to_hf({n: t for part in self.parts for n, t in part.state_dict().items()})
+        """The live weights by their Hugging Face names, or this process's part of them; tied ones once.
+        Adapters are not among them, nor in them."""
+        return self.adapter.to_hf(self._state())
 
-    @torch.no_grad()
+    def _state(self) -> dict[str, Tensor]:
+        return {name: tensor for part in self.parts for name, tensor in part.state_dict().items()}
+
+    def merge(self) -> lora.Merge | None:
+        """How adapters change the weights that they are on, as of now (a collective); None without any."""
+        return None if self.lora is None else lora.Merge(self.adapters(), self.lora.scale)
+
+    def adapters(self) -> dict[str, lora.Factors]:
+        """The live adapters, or this process's part of them, by the names of the weights they change."""
+        return lora.factors_of(self._state(), self.adapter.to_hf)
+
     def whole_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every weight in full, by its Hugging Face name; every process must go through all of them."""
-        mesh = self.job.pp_mesh
-        own = self.hf_tensors()
-        shapes = [{name: tensor.shape for name, tensor in own.items()}]
-        if mesh is not None:
-            shapes *= mesh.size()
-            dist.all_gather_object(shapes, shapes[0], group=mesh.get_group())
-        for stage, parts in enumerate(shapes):
-            for name, shape in parts.items():
-                if name in own:
-                    tensor = whole(own[name].to(dtype))
-                else:
-                    tensor = torch.empty(shape, dtype=dtype, device=self.device)
-                if mesh is not None:
-                    tensor = tensor.to(self.device)  # offloaded ones are elsewhere
-                    dist.broadcast(tensor, group=mesh.get_group(), group_src=stage)
-                yield name, tensor
+        """Every weight in full, by its Hugging Face name, adapters merged; every process must go through all
+        of them."""
+        merge = self.merge()
+        return whole_tensors(self.hf_tensors(), self.job, dtype, None if merge is None else merge.tensor)
+
+    def whole_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every factor of the adapters in full, by its name in PEFT, float32; likewise."""
+        return whole_tensors(lora.peft_tensors(self.adapters()), self.job, torch.float32)
 
     def check(self, inputs: TrainInputs, target_ids: Tensor | None = None) -> None:
         """Raises ForgeError for text that is longer than the model was built for, or not of its vocabulary.

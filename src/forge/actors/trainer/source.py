@@ -1,5 +1,6 @@
 """Which model is to be built, and where its weights come from."""
 
+import hashlib
 import logging
 import zlib
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from forge.data import assets
 
 logger = logging.getLogger(__name__)
 
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -27,6 +30,26 @@ class ModelSource:
 
     config: PretrainedConfig
     folder: Path | None  # None: random weights
+    uri: str | None = None  # where the folder was fetched from
+
+    @property
+    def name(self) -> str | None:
+        """What others find the model by: its name on the hub, else its folder."""
+        if self.uri is not None and self.uri.startswith("hf://"):
+            return self.uri.removeprefix("hf://").partition("@")[0]
+        return str(self.folder) if self.folder is not None else None
+
+    def fingerprint(self, seed: int) -> str:
+        """What tells these weights from others of the same shapes, by some of their bytes; seed: of random
+        ones."""
+        digest = hashlib.sha256(str(seed if self.folder is None else "").encode())
+        for path in sorted(self.folder.glob("*.safetensors")) if self.folder is not None else ():
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                for i in range(_NUM_SAMPLES):
+                    file.seek(size * i // _NUM_SAMPLES)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        return digest.hexdigest()[:16]
 
     def load(self, tensors: Mapping[str, Tensor], seed: int) -> None:
         """Fills tensors, by their Hugging Face names, or this process's shards of them; those on the meta
@@ -61,7 +84,7 @@ def resolve_model(options: ModelOptions) -> ModelSource:
     config = read_hf_config(folder)
     if options.name is not None and options.flavor is not None:
         check_agreement(config, options.name, options.flavor, f"{folder}/config.json")
-    return ModelSource(config, folder)
+    return ModelSource(config, folder, options.hf_assets_path)
 
 
 def _draw(name: str, like: Tensor, std: float, seed: int) -> Tensor:
@@ -70,6 +93,11 @@ def _draw(name: str, like: Tensor, std: float, seed: int) -> Tensor:
     device = like.to_local().device if isinstance(like, DTensor) else like.device
     if like.dim() == 1:
         return torch.full(like.shape, float(not name.endswith("bias")), device=device)
-    # the CPU's generator reads 32 bits of a seed
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    generator = generator_for(name, device, seed)
     return torch.empty(like.shape, device=device).normal_(0.0, std, generator=generator)
+
+
+def generator_for(name: str, device: torch.device, seed: int) -> torch.Generator:
+    """What a tensor of this name is drawn from: the same whatever else is drawn, and where."""
+    # the CPU's generator reads 32 bits of a seed
+    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))

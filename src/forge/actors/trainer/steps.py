@@ -58,14 +58,15 @@ class Steps:
 
     def optim_step(self) -> dict[str, float]:
         """The update; only the metric "skipped" when the step is left out."""
+        num_steps = self._learner.num_steps
         if not self._spoiled:
             try:
-                update = self._learner.optim_step()
+                return self._learner.optim_step()
             except NotFinite as error:
                 self._spoil(error)
-            else:
-                self._gathered, self.num_skipped = [], 0
-                return update
+            finally:
+                if self._learner.num_steps > num_steps:  # whatever the loss made of that
+                    self._gathered, self.num_skipped = [], 0
         self._gathered, self._spoiled = [], False
         return dict(SKIPPED)
 

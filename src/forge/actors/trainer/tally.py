@@ -1,7 +1,9 @@
 """The loss and the metrics of a batch, put together from its micro-batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from forge.actors.trainer.micro_batch import Shares
 
 
 @dataclass(slots=True)
@@ -44,3 +46,19 @@ class Tally:
             self.metrics[name] = min(old, value)
         else:
             self.metrics[name] = old + value
+
+
+def metrics_of_step(
+    gathered: Sequence[tuple[Shares, dict[str, float]]], token_means: frozenset[str]
+) -> dict[str, float]:
+    """The metrics of an optimizer step from those of the batches that were gathered for it.
+
+    Each batch counts by what it has of the sequences (or tokens) of all, `num_tokens` is their sum. Those of
+    a single batch stay as they are, to the bit.
+    """
+    total = sum(shares.total for shares, _ in gathered)
+    num_tokens = sum(shares.num_tokens for shares, _ in gathered)
+    tally = Tally(token_means)
+    for shares, metrics in gathered:
+        tally.add(0.0, metrics, shares.total / total, shares.num_tokens / num_tokens)
+    return {**tally.metrics, "num_tokens": float(num_tokens)}

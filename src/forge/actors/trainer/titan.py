@@ -1,16 +1,18 @@
 """[5] TitanTrainer: episodes in, better weights out. torchtitan's model, sharding, optimizer and schedule."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from forge.actors.trainer.memory import keep_freed_memory
+from forge.actors.memory import keep_freed_memory, release_cached_memory
 from forge.actors.trainer.micro_batch import MicroBatch, from_text
 from forge.actors.trainer.options import trainer_options
-from forge.actors.trainer.pushes import clear_unfinished, push, pushed_versions, to_push_again
+from forge.actors.trainer.pushes import Pushes, clear_unfinished, pushed_versions, to_push_again
 from forge.controller import ForgeActor, Runtime, call_id, endpoint
 from forge.data_models import ForwardBackwardResult, Progress, TextTrainBatch, TrainInputs, TrainTargets
 from forge.errors import ConfigError, ForgeError
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from forge.actors.trainer.learner import Learner
     from forge.actors.trainer.loss_pass import Loss
     from forge.actors.trainer.recovery import Recovery
-    from forge.actors.trainer.work import Work
+    from forge.actors.trainer.work import Method, Work
 
 Inputs = Sequence[TrainInputs | TextTrainBatch]
 Targets = Sequence[TrainTargets] | None
@@ -50,6 +52,7 @@ class TitanTrainer(ForgeActor):
     recovers: ClassVar[bool] = True
     learner: "Learner"
     recovery: "Recovery"
+    pushes: Pushes
 
     def __init__(
         self,
@@ -84,6 +87,8 @@ class TitanTrainer(ForgeActor):
         self.config.check(self.world_size)
         self.loss = loss
         self.seed = seed
+        # All ranks must do the same in the same order, and calls may overlap: each waits for its turn here.
+        self._turn = asyncio.Lock()
 
     @classmethod
     async def prepare(cls) -> None:
@@ -105,6 +110,7 @@ class TitanTrainer(ForgeActor):
         from forge.actors.trainer.steps import Steps
 
         source = resolve_model(self.config.model)
+        self.pushes = Pushes(rank=self.rank, world_size=self.world_size)
         self.learner = Learner(source, self.config, self.loss, world_size=self.world_size, seed=self.seed)
         self.recovery = Recovery(
             self.learner,
@@ -119,6 +125,7 @@ class TitanTrainer(ForgeActor):
                 rank=self.rank,
             ),
             checkpoints=self._checkpoints(),
+            pushes=self.pushes,
         )
 
     def _checkpoints(self) -> "Checkpoints | None":
@@ -153,12 +160,13 @@ class TitanTrainer(ForgeActor):
             await self.run_blocking(self.recovery.repeat, work)
             if work.version in again:
                 again.remove(work.version)
-                tensors = await self.run_blocking(self.learner.copy_weights)
-                await push(work.version, tensors, rank=self.rank, world_size=self.world_size)
+                await self._push(work.version)
+                await self.pushes.finish()
 
     async def teardown(self) -> None:
-        """Leaves the other ranks."""
+        """Leaves the other ranks, when the push under way is stored."""
         if hasattr(self, "recovery"):  # setup may have failed
+            await self.pushes.close()
             await self.run_blocking(self.recovery.close)
             await self.run_blocking(self.learner.model.close)
 
@@ -174,7 +182,7 @@ class TitanTrainer(ForgeActor):
         raises NotFinite, naming the episodes.
         """
         batches = self._batches(inputs, targets)
-        result = await self.run_blocking(self.recovery.do, call_id(), "train_step", batches, state=state)
+        result = await self._do("train_step", batches, state=state)
         self._record(result)
         return result
 
@@ -185,7 +193,7 @@ class TitanTrainer(ForgeActor):
         One that is not finite makes that `optim_step` skip the step.
         """
         batches = self._batches(inputs, targets)
-        result = await self.run_blocking(self.recovery.do, call_id(), "forward_backward", batches)
+        result = await self._do("forward_backward", batches)
         self._record(result)
         return result
 
@@ -193,7 +201,7 @@ class TitanTrainer(ForgeActor):
     async def optim_step(self, state: dict[str, Any] | None = None) -> dict[str, float]:
         """Clips the gathered gradients, updates the weights, advances the schedule: grad_norm and lr; only
         "skipped" when the step is skipped. state: as in `train_step`."""
-        update = await self.run_blocking(self.recovery.do, call_id(), "optim_step", state=state)
+        update = await self._do("optim_step", state=state)
         if self.rank == 0:
             record("trainer", **update)
         return update
@@ -202,48 +210,100 @@ class TitanTrainer(ForgeActor):
     async def evaluate(self, inputs: Inputs, targets: Targets = None) -> ForwardBackwardResult:
         """The loss of one batch and its metrics, as `forward_backward` computes them, and nothing changed."""
         batches = self._batches(inputs, targets)
-        return await self.run_blocking(self.learner.evaluate, batches)
+        return await self._in_turn(self.learner.evaluate, batches)
+
+    @endpoint(retry=True)
+    async def logprobs(self, inputs: Sequence[TrainInputs], targets: Sequence[TrainTargets]) -> list[Tensor]:
+        """Log-probabilities of the targets under the current weights and the temperature of the sampling, for
+        each data-parallel rank [N, T] float32, in nats, 0 where masked, of its targets in their order.
+
+        They are computed as the loss of this batch computes its own, in the same passes: a ratio of the two
+        is exactly 1 until the weights change. Nothing else is changed.
+        """
+        return await self._in_turn(self.learner.logprobs, self._batches(inputs, targets))
+
+    @endpoint(retry=True)
+    async def gradient_norms(self, inputs: Inputs, targets: Targets = None) -> tuple[float, float]:
+        """The norm of a batch's gradient as a step would compute it, and with each row in a pass of its own:
+        what should be the same up to rounding. Nothing is changed; NaN where a loss is not finite.
+
+        Raises ForgeError between `forward_backward` and `optim_step`.
+        """
+        return await self._in_turn(self.learner.gradient_norms, self._batches(inputs, targets))
+
+    @endpoint(retry=True)
+    async def release_memory(self) -> None:
+        """Gives back what it keeps of the GPU's memory for its next step."""
+        await self._in_turn(release_cached_memory)
 
     @endpoint(retry=True)
     async def progress(self) -> Progress:
         """The optimizer steps done, and the `state` given with the last of them, over all restarts."""
-        return await self.run_blocking(self.recovery.progress)
+        return await self._in_turn(self.recovery.progress)
 
     @endpoint(retry=True)
-    async def save_checkpoint(self, state: dict[str, Any] | None = None) -> None:
+    async def save_checkpoint(self, state: dict[str, Any] | None = None, wait: bool = True) -> None:
         """Saves all that the next step depends on, beside the saves every `checkpoint.interval` steps.
 
         state: what `progress` returns after a resume; None: that of the last step. Returns when the
         checkpoint is complete; before the first step there is nothing to save. Raises ForgeError without
         `checkpoint.folder`, between `forward_backward` and `optim_step`, and when it can't be written.
+        wait: False returns once the state is copied, as the saves of the interval do (see
+        `checkpoint.async_mode`): it is written beside the next step. One that can't be written is then told
+        in the log, and the next one is waited for, and raises if it can't be written either.
         """
-        await self.run_blocking(self.recovery.do, call_id(), "save_checkpoint", state=state)
+        await self._do("save_checkpoint", state=state, wait=wait)
 
     @endpoint(retry=True)
     async def score(self, token_ids: Sequence[int]) -> Tensor:
         """Log-probability of each token but the first, given those before it, under the current weights:
         [T - 1] float32, in nats."""
-        return await self.run_blocking(self.learner.score, torch.tensor(token_ids))
+        return await self._in_turn(self.learner.score, torch.tensor(token_ids))
 
     @endpoint(retry=True)
     async def push_weights(self, version: int) -> None:
-        """Publishes the weights as they are now, by their Hugging Face names, in `training.dtype`.
+        """Publishes the weights as they are now, adapters merged, by their Hugging Face names, in
+        `training.dtype`.
 
-        The store keeps the newest two versions, so that a slow reader of the one before still gets it.
+        Returns when they are copied; storing them goes on beside the next step, one version at a time. An
+        error of that is raised by the next `push_weights` or `finish_push`, and at once by those who wait for
+        the version. The store keeps the newest two, so that a slow reader of the one before still gets it.
         """
-        tensors = await self.run_blocking(self._copy_to_push, call_id(), version)
-        if self.recovery.others_pushed and version in await pushed_versions():
-            return  # by a process that is gone, or in `catch_up`
-        await push(version, tensors, rank=self.rank, world_size=self.world_size)
+        async with self._turn:
+            await self.run_blocking(self.recovery.do, call_id(), "push_weights", version=version)
+            if self.recovery.others_pushed and version in await pushed_versions():
+                return  # by a process that is gone, or in `catch_up`
+            await self._push(version)
 
-    def _copy_to_push(self, call: str | None, version: int) -> dict[str, Tensor]:
-        self.recovery.do(call, "push_weights", version=version)
-        return self.learner.copy_weights()
+    @endpoint(retry=True)
+    async def finish_push(self) -> None:
+        """Returns when the version that was pushed last is stored; raises what went wrong with it.
+
+        Where a process was killed meanwhile, when it is stored again.
+        """
+        await self.pushes.stored()
+
+    async def _push(self, version: int) -> None:
+        """Returns when the weights are copied."""
+        merge = await self.run_blocking(self.learner.model.merge)
+        await self.pushes.begin(version, partial(self.run_blocking, self.learner.pack, merge=merge))
 
     @endpoint(retry=True)
     async def export(self, folder: str) -> None:
-        """Writes a Hugging Face folder, in `training.dtype`, that transformers and vLLM load: rank 0 does."""
-        await self.run_blocking(self.learner.export, Path(folder), rank=self.rank)
+        """Writes a Hugging Face folder, in `training.dtype`, that transformers and vLLM load: rank 0 does.
+
+        With `training.lora` the adapters are merged into it, and its folder `adapter` holds them by
+        themselves, as PEFT and vLLM's LoRARequest load them.
+        """
+        await self._in_turn(self.learner.export, Path(folder), rank=self.rank)
+
+    async def _in_turn(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs blocking work when all calls before have been done."""
+        async with self._turn:
+            return await self.run_blocking(function, *args, **kwargs)
+
+    async def _do(self, method: "Method", *args: Any, **kwargs: Any) -> Any:
+        return await self._in_turn(self.recovery.do, call_id(), method, *args, **kwargs)
 
     def _batches(self, inputs: Inputs, targets: Targets) -> list[MicroBatch]:
         """Every rank's batch, checked; text becomes rows of one segment."""

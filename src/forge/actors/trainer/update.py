@@ -1,5 +1,6 @@
 """From gathered gradients to new weights: clipping, optimizer, learning rate."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,7 @@ class Update:
         training: TrainingOptions,
         pp_mesh: DeviceMesh | None = None,
     ) -> None:
-        self.parameters = [parameter for part in parts for parameter in part.parameters()]
+        self.parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
         self.pp_mesh = pp_mesh  # of the processes that hold the other parts
         self.max_norm = training.max_grad_norm
         group = titan.ParamGroupConfig(
@@ -52,6 +53,10 @@ class Update:
             titan.clip_grad_norm_(self.parameters, self.max_norm, foreach=True, pp_mesh=self.pp_mesh)
         )
 
+    def norm(self) -> float:
+        """The norm of the gradients, of all parts and shards, which stay as they are."""
+        return float(titan.clip_grad_norm_(self.parameters, math.inf, foreach=True, pp_mesh=self.pp_mesh))
+
     def step(self) -> float:
         """Updates the weights and drops the gradients; returns the learning rate it used."""
         [lr] = {float(value) for value in self.schedulers.get_metrics().values()}
@@ -70,7 +75,8 @@ class Update:
         return self.schedulers.state_dict()["last_epoch"]
 
     def tensors(self) -> list[Tensor]:
-        """The weights and what the optimizer remembers of each, this rank's part, live, in a fixed order."""
+        """The weights that are trained and what the optimizer remembers of each, this rank's part, live, in a
+        fixed order."""
         found: list[Tensor] = [*self.parameters]
         for optimizer in self.optimizers:
             for parameter in self.parameters:

@@ -21,6 +21,7 @@ class Work:
     batches: Sequence[MicroBatch] = ()  # every rank's
     version: int | None = None  # that is pushed
     state: dict[str, Any] | None = None  # of the caller from then on; None: as before
+    wait: bool = True  # for a checkpoint to be complete
 
 
 @dataclass(frozen=True, slots=True)

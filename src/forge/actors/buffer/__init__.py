@@ -1,0 +1,1 @@
+"""[4] The parts of the replay buffer."""
