@@ -83,6 +83,7 @@ def start_buffer(config: GRPOConfig, algorithm: Algorithm) -> Coroutine[Any, Any
         normalize_advantages=algorithm.recipe.normalize == "batch_std",
         strategy=config.buffer.strategy,
         reuse=config.buffer.reuse,
+        num_steps=config.steps,
     )
 
 

@@ -24,20 +24,33 @@ async def rollouts_only(config: GRPOConfig, run: Run, rollout: Rollout) -> None:
     """`steps` batches of groups by the same rollout that training uses, each recorded as one step of
     RUN/episodes, for a later replay; and a row of metrics each: reward, lengths, tokens per second.
 
-    All are of the one policy there is, so that nothing is ever too old, and rollouts never wait.
+    All are of the one policy there is, so that nothing is ever too old, and rollouts never wait. As many
+    begin as are recorded: were there more, fast ones would take the places of slow ones in the last batch.
     """
     config = without_trainer(config)
     m = await start(config, run.folder, without={"trainer"})
     run.started()
     begun = time.perf_counter()
     await async_rl_loop(
-        partial(rollout, m, config),
+        limited(partial(rollout, m, config), config.steps * config.training.batch_size),
         partial(keep, m, run),
         steps=config.steps,
         rollout_threads=config.rollout_threads,
     )
     episodes = [episode for step in read(run.folder) for episode in step.episodes]
     print(told(episodes, time.perf_counter() - begun), flush=True)
+
+
+def limited(rollout: Callable[[], Awaitable[None]], num_rollouts: int) -> Callable[[], Awaitable[None]]:
+    """The first so many calls of it; any further one waits until it is cancelled."""
+    turns = iter(range(num_rollouts))
+
+    async def roll() -> None:
+        if next(turns, None) is None:
+            await asyncio.Event().wait()
+        await rollout()
+
+    return roll
 
 
 def without_trainer(config: GRPOConfig) -> GRPOConfig:

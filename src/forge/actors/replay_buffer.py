@@ -51,7 +51,8 @@ class ReplayBuffer(ForgeActor):
     "oldest", "newest" or "prioritized" (see buffer.choice; buffer.slack has the argument). reuse: batches
     that an episode may be in, at different versions. max_episodes: `add` of groups that no rollout was let
     in for waits while so many or more could be handed out (so there may be more by what one `add` brings);
-    None: never.
+    None: never. num_steps: training steps of the whole run, versions 0 to num_steps - 1: no rollout is let in
+    that none of them would train on; None: there is no last one.
 
     Everything that changes the buffer is in its journal before the caller knows of it. The process that
     takes the place of a killed one goes on from there, and a call that is repeated has its effect once: so
@@ -70,6 +71,7 @@ class ReplayBuffer(ForgeActor):
         strategy: Strategy = "oldest",
         reuse: int = 1,
         max_episodes: int | None = None,
+        num_steps: int | None = None,
     ) -> None:
         if batch_size < 1 or dp_size < 1 or max_policy_age < 0:
             raise ConfigError(
@@ -77,7 +79,7 @@ class ReplayBuffer(ForgeActor):
                 f"got {batch_size}, {dp_size} and {max_policy_age}"
             )
         self._terms = Terms(
-            batch_size * dp_size, max_policy_age, sync_interval, strategy, reuse, max_episodes
+            batch_size * dp_size, max_policy_age, sync_interval, strategy, reuse, max_episodes, num_steps
         )
         self._batch_size = batch_size
         self._dp_size = dp_size

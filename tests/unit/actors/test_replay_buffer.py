@@ -71,7 +71,7 @@ def test_what_is_admitted_is_always_trained_and_never_older_than_the_bound(
 
     async def scenario() -> None:
         per_step = 4
-        buffer = ReplayBuffer(per_step, max_age, sync_interval=sync_interval)
+        buffer = ReplayBuffer(per_step, max_age, sync_interval=sync_interval, num_steps=12)
         admitted: list[int] = []
         generator_version = 0
 
@@ -94,9 +94,32 @@ def test_what_is_admitted_is_always_trained_and_never_older_than_the_bound(
                 generator_version = step
             await asyncio.sleep(0.001)
         roller.cancel()
-        assert len(admitted) <= (12 + max_age + 1) * per_step
+        assert len(admitted) == 12 * per_step  # what no step would train on is not begun
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("reuse", [1, 2])
+def test_the_last_steps_have_all_they_need_though_groups_do_not_fill_them_evenly(reuse: int) -> None:
+    async def scenario() -> int:
+        buffer = ReplayBuffer(4, 2, num_steps=5, reuse=reuse)
+        numbers: list[int] = []
+
+        async def roll() -> None:
+            while True:
+                numbers.append(number := await buffer.admit(3))
+                added = [replace(episode(3 * number + i, 9), group_id=str(number)) for i in range(3)]
+                await buffer.add(*added)
+
+        roller = asyncio.ensure_future(roll())
+        for version in range(5):
+            await asyncio.wait_for(buffer.sample(curr_policy_version=version, wait=True), 1)
+            await asyncio.sleep(0.001)
+        roller.cancel()
+        return len(numbers)
+
+    num_groups = asyncio.run(scenario())
+    assert num_groups == 7 if reuse == 1 else num_groups <= 7  # 20 episodes in groups of 3
 
 
 @pytest.mark.parametrize("per_token", [False, True])

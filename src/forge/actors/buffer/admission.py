@@ -21,14 +21,18 @@ def has_room(num_episodes: int, load: Load, terms: Terms) -> bool:
     """Whether a rollout of so many would be trained on in time, whatever the others do.
 
     The steps from the next one to the last at which what begins now is young enough, that is at version
-    generating + bound, take so many episodes; what is promised must fit into them (see `slack`; AReaL, arXiv
-    2505.24298, eq. 3, counts the same from the first step on). So nothing is generated to be thrown away.
+    generating + bound, or to the last of the run, take so many episodes; what is promised must fit into them
+    (see `slack`; AReaL, arXiv 2505.24298, eq. 3, counts the same from the first step on). So nothing is
+    generated to be thrown away.
 
     With `reuse` the steps are to be filled by all the uses of each episode, so less is generated; but not
     less than the next step needs, once no newer version comes before it. Where groups don't fill a step
     evenly, one more is let in if the next step would lack it then; the part left over may get too old.
     """
-    num_slots = (load.generating + load.bound + 1 - load.next_version) * terms.num_per_step
+    end = load.generating + load.bound + 1
+    if terms.num_steps is not None:
+        end = min(end, terms.num_steps)
+    num_slots = (end - load.next_version) * terms.num_per_step
     is_newest = load.generating >= load.next_version - load.next_version % terms.sync_interval
     if load.num_promised + num_episodes > num_slots:
         return is_newest and load.num_promised < min(num_slots, terms.num_per_step)

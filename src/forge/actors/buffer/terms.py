@@ -12,7 +12,8 @@ Strategy = Literal["oldest", "newest", "prioritized"]
 class Terms:
     """num_per_step: episodes of a training step; max_policy_age: versions that the trainer may be ahead of
     the policy that sampled what it trains on; reuse: times that an episode may be handed out, once a version;
-    max_episodes: that may wait before others have to wait to be added, None: any number.
+    max_episodes: that may wait before others have to wait to be added, None: any number; num_steps: training
+    steps of the run, None: no end.
 
     Raises ConfigError for terms that no buffer can keep.
     """
@@ -23,6 +24,7 @@ class Terms:
     strategy: Strategy = "oldest"
     reuse: int = 1
     max_episodes: int | None = None
+    num_steps: int | None = None
 
     def __post_init__(self) -> None:
         age, interval = self.max_policy_age, self.sync_interval
@@ -41,7 +43,10 @@ class Terms:
                 "batch of a version at most, and is too old after so many; training.ppo_epochs trains on the "
                 "same batch several times"
             )
-
+        if self.num_steps is not None and self.num_steps < 1:
+            raise ConfigError(
+                f"num_steps must be 1 or more, or None for a run without end, got {self.num_steps}"
+            )
         if self.max_episodes is not None:
             self.check_batch(self.num_per_step)
 
