@@ -24,6 +24,7 @@ from apps.grpo.colocation import COLOCATED, colocated, in_turn
 from apps.grpo.config import GRPOConfig
 from apps.grpo.models import check_models, fetch_models
 from apps.grpo.resume import ResumePoint
+from apps.sections import ServiceConfig
 from forge.controller import ActorHandle, Runtime, Service
 from forge.data_models import Completion
 from forge.observability import record
@@ -92,7 +93,7 @@ async def start(
         logger.warning(COLOCATED)
     if config.weights.hosts is not None:
         await machines.open_weight_store(config.weights.hosts)
-    Runtime.current().check_gpus(machines.options_of(CLASSES, config.services.present()))
+    Runtime.current().check_gpus(machines.options_of(CLASSES, running(config)))
     algorithm = config.algorithm()
     starts: dict[str, Callable[[], Awaitable[Any]]] = {
         "dataset": partial(start_dataset, config, model),
@@ -139,9 +140,19 @@ def placement(config: GRPOConfig) -> str:
     if folder.is_dir():
         check_models(config, folder, judge if judge.is_dir() else None)
     config = colocated(config)
-    options = machines.options_of(CLASSES, config.services.present())
+    options = machines.options_of(CLASSES, running(config))
     table = machines.placement(config.launcher, options, config.weights.hosts or 0)
     return f"{table}\n{COLOCATED}" if config.colocate else table
+
+
+def running(config: GRPOConfig) -> dict[str, ServiceConfig]:
+    """The services that the run starts."""
+    if config.replay is not None:
+        return {"trainer": config.services.trainer}
+    services = config.services.present()
+    if config.rollout_only:
+        del services["trainer"]
+    return services
 
 
 def plan(config: GRPOConfig) -> str:

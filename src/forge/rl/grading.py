@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain, count
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +24,7 @@ class RewardActor(ForgeActor):
             raise ConfigError(
                 "RewardActor needs reward_functions=[...], or a subclass that overrides grade()"
             )
-        self._functions = list(reward_functions)
+        self._functions = named(reward_functions)
 
     def grade(self, prompt: str, completion: str, metadata: dict[str, Any]) -> float:
         """The reward of one answer; metadata holds "target" and whatever the caller passed. May be async."""
@@ -65,8 +66,8 @@ class RewardActor(ForgeActor):
 
     def _parts(self, prompt: str, completion: str, metadata: dict[str, Any]) -> dict[str, float]:
         return {
-            name_of(function): _call(function, prompt, completion, metadata["target"])
-            for function in self._functions
+            name: _call(name, function, prompt, completion, metadata["target"])
+            for name, function in self._functions.items()
         }
 
 
@@ -96,6 +97,16 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+def named(functions: Sequence[RewardFunction]) -> dict[str, RewardFunction]:
+    """By the names in metrics; those that have the same one are numbered: f, f_2, f_3."""
+    names: dict[str, RewardFunction] = {}
+    for function in functions:
+        name = name_of(function)
+        numbered = chain([name], (f"{name}_{i}" for i in count(2)))
+        names[next(free for free in numbered if free not in names)] = function
+    return names
+
+
 def reward_error(name: str, prompt: str, problem: str) -> RewardError:
     """One line: which function did what, for which prompt."""
     shown = prompt if len(prompt) <= 200 else f"{prompt[:200]}..."
@@ -109,11 +120,11 @@ def check_finite(name: str, prompt: str, reward: float) -> None:
         raise reward_error(name, prompt, f"gave the reward {reward} ({rule})")
 
 
-def _call(function: RewardFunction, prompt: str, response: str, target: str) -> float:
+def _call(name: str, function: RewardFunction, prompt: str, response: str, target: str) -> float:
     try:
         reward = float(function(prompt, response, target))
     except Exception as error:  # translated: whatever a user's reward function raises
         problem = f"raised {type(error).__name__}: {error}"
-        raise reward_error(name_of(function), prompt, problem) from error
-    check_finite(name_of(function), prompt, reward)
+        raise reward_error(name, prompt, problem) from error
+    check_finite(name, prompt, reward)
     return reward

@@ -246,6 +246,13 @@ def test_placement_leaves_out_an_absent_reference_and_says_when_no_gpu_is_used()
     assert table.splitlines()[-1].startswith("no GPUs, 6 processes; this machine has")
 
 
+def test_placement_shows_what_the_run_starts() -> None:
+    table = placement(config_of("--rollout_only", "true", model="qwen3_8b"))
+    assert "\ntrainer " not in table and "\ngenerator " in table
+    table = placement(config_of("--replay", "episodes", model="qwen3_8b"))
+    assert "\ntrainer " in table and "\ngenerator " not in table and "\nreward " not in table
+
+
 def test_placement_on_emulated_hosts_names_them_and_refuses_what_has_no_host() -> None:
     hosts = ("--launcher.name", "local", "--launcher.num_hosts", "2", "--launcher.gpus_per_host", "4")
     table = placement(config_of(*hosts, model="qwen3_8b"))

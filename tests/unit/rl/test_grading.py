@@ -30,6 +30,19 @@ def test_the_reward_is_the_mean_of_the_functions() -> None:
     assert asyncio.run(actor.evaluate_response(prompt="p", response="abc", target="x")) == 1.5
 
 
+def test_functions_that_have_one_name_all_count() -> None:
+    actor = RewardActor(reward_functions=[lambda p, r, t: 1.0, lambda p, r, t: 0.0, lambda p, r, t: 0.5])
+    drain()
+    assert asyncio.run(actor.evaluate_response(prompt="p", response="r", target="t")) == 0.5
+    rows = merge([drain()])
+    assert rows == {
+        "reward/<lambda>": 1,
+        "reward/<lambda>_2": 0,
+        "reward/<lambda>_3": 0.5,
+        "reward/mean": 0.5,
+    }
+
+
 def test_what_is_not_trained_on_gets_the_same_reward_and_no_metric() -> None:
     actor = RewardActor(reward_functions=[length, Equals()])
     drain()
