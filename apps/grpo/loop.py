@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from apps.grpo.config import GRPOConfig
 from apps.grpo.machines import Machines
@@ -115,6 +116,7 @@ class Loop:
                 seed=config.seed,
                 temperature=keys.temperature,
                 max_tokens=keys.max_tokens or config.grpo.max_tokens,
+                progress=partial(self.run.doing, "evaluation: questions answered"),
             )
             evaluation.write(self.run.folder / SAMPLES, step)
             best = BestKeeper(self.run.folder / "best")

@@ -157,6 +157,10 @@ class Run:
             self._chaos = Chaos(services, chaos.targets, every_s=chaos.every_s, seed=chaos.seed)
             self._killing = asyncio.create_task(self._chaos.run(), name="chaos")
 
+    def doing(self, what: str, done: int, total: int) -> None:
+        """Shows how far something is that is part of a step and may take long."""
+        self._console.doing("" if done == total else f"{what} {done}/{total}")
+
     def reopen(self, step: int, metric: str) -> bool:
         """Whether the last step of a run that is resumed lacks this metric, since the run was stopped before
         it was measured. The next `report` then writes its row anew; until then a kill loses nothing."""

@@ -18,6 +18,8 @@ from forge.observability.terminal import CapturedTerminal
 from forge.observability.view import RL_VIEW, View
 
 BARS = "▁▂▃▄▅▆▇█"
+SILENCE_S = 30.0
+"""How long a log is silent before it says what is going on."""
 
 
 class Progress:
@@ -32,12 +34,13 @@ class Progress:
         self.curve: deque[float] = deque(maxlen=48)  # of the view's goal
         self.evaluated: Mapping[str, float] = {}  # by the last evaluation
         self.evaluated_step = 0
+        self.doing = ""  # what is going on within the step, and how far it is
         self.best: tuple[float, int] | None = None  # what an evaluation came to, and its step
         self._started = time.monotonic()
         self._finished: deque[float] = deque(maxlen=21)  # when the last steps ended
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        self.step, self.values = step, values
+        self.step, self.values, self.doing = step, values, ""
         self._finished.append(time.monotonic())
         if self.view.goal[1] in values:
             self.curve.append(values[self.view.goal[1]])
@@ -85,13 +88,21 @@ class LineSink:
     def __init__(self, steps: int | None, stream: TextIO, view: View = RL_VIEW) -> None:
         self._progress = Progress(steps, view=view)
         self._stream = stream
+        self._told = time.monotonic()
 
     def expect(self, steps: int) -> None:
         self._progress.steps = steps
 
+    def doing(self, text: str) -> None:
+        """What is going on within the step, where it takes so long that somebody may wonder."""
+        if text and time.monotonic() - self._told > SILENCE_S:
+            print(text, file=self._stream, flush=True)
+            self._told = time.monotonic()
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         progress = self._progress
         progress.update(step, values)
+        self._told = time.monotonic()
         steps = "-" if progress.steps is None else str(progress.steps)
         metrics = "  ".join(f"{label} {progress.shown(label)}" for label in progress.view.shown)
         evaluation = f"{progress.evaluation()}  " if progress.view.evaluated(values) else ""
@@ -130,6 +141,9 @@ class DisplaySink:
     def expect(self, steps: int) -> None:
         self._progress.steps = steps
 
+    def doing(self, text: str) -> None:
+        self._progress.doing = text
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._progress.update(step, values)
 
@@ -157,8 +171,9 @@ def render(progress: Progress) -> Group:
         f"elapsed {clock(progress.elapsed_s)}",
         f"ETA {clock(progress.eta_s)}",
     )
+    doing = [Text(progress.doing, style="dim", no_wrap=True, overflow="ellipsis")] if progress.doing else []
     if not progress.values:
-        return Group(head, Text("the actors start and the first step runs", style="dim"))
+        return Group(head, *doing or [Text("the actors start and the first step runs", style="dim")])
     metrics = Text(no_wrap=True, overflow="ellipsis")
     for label in progress.view.shown:
         metrics.append(f"{label} ", style="dim").append(f"{progress.shown(label)}   ", style="bold")
@@ -172,7 +187,7 @@ def render(progress: Progress) -> Group:
         evaluation.append(progress.evaluation(), style="bold")
         evaluation.append(f"   at step {progress.evaluated_step}, best {score:.3f} at {step}", style="dim")
         lines.append(evaluation)
-    return Group(*lines)
+    return Group(*lines, *doing)
 
 
 def sparkline(values: deque[float]) -> str:

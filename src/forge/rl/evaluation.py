@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -95,6 +95,7 @@ async def evaluate(
     seed: int | None = None,
     concurrency: int = 64,
     right_from: float = 1.0,
+    progress: Callable[[int, int], None] = lambda answered, asked: None,
     **sampling: Any,
 ) -> Evaluation:
     """Asks each question n times, grades the answers, and records metrics under "evaluation".
@@ -103,8 +104,8 @@ async def evaluate(
 
     seed: each question then has a seed of its own, the same in every evaluation: evaluations differ by their
     weights and not by their luck. concurrency: questions that are asked at a time, so that others who ask the
-    same generators are not kept waiting behind all of them. sampling: further keys of
-    `Generator.generate`.
+    same generators are not kept waiting behind all of them. progress: called whenever a question is answered,
+    with the number of these and that of all. sampling: further keys of `Generator.generate`.
 
     While it runs the generators should get no new weights; answers that come from several versions are told
     and `Evaluation.versions` has them. ForgeError without questions; the first error of a call is raised,
@@ -113,6 +114,7 @@ async def evaluate(
     if not samples:
         raise ForgeError("there is nothing to evaluate: no questions were given")
     free = asyncio.Semaphore(concurrency)
+    answered = 0
 
     async def answer(number: int, sample: Sample) -> Answers:
         seeded = {} if seed is None else {"seed": call_seed(seed, _EVALUATION, number)}
@@ -120,7 +122,11 @@ async def evaluate(
             request, target = sample["request"], sample["target"]
             completions = await policy.generate.route(request, n=n, **seeded, **sampling)
             grades = (grade(prompt=request, response=c.text, target=target) for c in completions)
-            return Answers(sample, completions, await asyncio.gather(*grades))
+            rewards = await asyncio.gather(*grades)
+        nonlocal answered
+        answered += 1
+        progress(answered, len(samples))
+        return Answers(sample, completions, rewards)
 
     try:
         async with asyncio.TaskGroup() as tasks:

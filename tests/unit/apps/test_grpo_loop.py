@@ -25,7 +25,7 @@ def loop_of(*argv: str, folder: Path = Path(), is_colocated: bool = False, **par
     return Loop(
         cast(Any, SimpleNamespace(colocation=SimpleNamespace(is_on=is_colocated), **parts)),
         load_config(list(argv)).config,
-        cast(Any, SimpleNamespace(folder=folder)),
+        cast(Any, SimpleNamespace(folder=folder, doing=lambda *_: None)),
         cast(Any, SimpleNamespace(push=push, pushed=pushed)),
         saves=cast(Any, None),
         stop=StopRequest(),

@@ -13,6 +13,7 @@ from collections import deque
 import pytest
 from rich.console import Console
 
+from forge.observability import console
 from forge.observability.console import LineSink, Progress, clock, render, sparkline
 from forge.observability.view import SFT_VIEW
 
@@ -28,6 +29,13 @@ VALUES = {
     "time/generate_s": 2.0,
     "time/train_s": 4.25,
 }
+
+
+def displayed(progress: Progress) -> list[str]:
+    """The lines of the display."""
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(render(progress))
+    return [line.strip() for line in stream.getvalue().splitlines()]
 
 
 def test_a_pipe_gets_one_line_a_step_with_everything() -> None:
@@ -55,10 +63,27 @@ def test_an_evaluation_stands_in_its_step_and_stays_on_the_display() -> None:
     first, second, third = stream.getvalue().splitlines()
     assert "  avg@16 0.250  pass@2 0.375  pass@16 0.500  step time -" in first
     assert "@" not in second and "  avg@16 0.125  step time" in third
-    console = Console(file=io.StringIO(), width=200)
-    console.print(render(progress))
-    shown = console.file.getvalue().splitlines()[-1].strip()
-    assert shown == "evaluation avg@16 0.125   at step 2, best 0.250 at 0"
+    assert displayed(progress)[-1] == "evaluation avg@16 0.125   at step 2, best 0.250 at 0"
+
+
+def test_long_work_within_a_step_is_told_a_log_now_and_then_and_stands_on_the_display(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    sink = LineSink(40, stream)
+    for now in range(100):
+        sink.doing(f"evaluation: questions answered {now}/200")
+        if now == 40:
+            sink.log(1, {})
+    told = [line for line in stream.getvalue().splitlines() if not line.startswith("step")]
+    assert told == [f"evaluation: questions answered {i}/200" for i in (31, 71)]
+    progress = Progress(40)
+    progress.doing = "evaluation: questions answered 5/200"
+    assert displayed(progress)[-1] == progress.doing
+    progress.update(1, {"loss/kl": 0.0})
+    assert not any("answered" in line for line in displayed(progress))
 
 
 def test_a_missing_metric_shows_as_a_dash() -> None:

@@ -97,9 +97,10 @@ def test_every_question_is_asked_n_times_and_what_comes_is_recorded_as_evaluatio
 def test_calls_are_few_at_a_time_and_their_seeds_differ_and_are_the_same_the_next_time() -> None:
     samples = [question(str(i), "a") for i in range(40)]
     policy = Policy({s["request"]: [completion("a", [0])] for s in samples})
+    told: list[tuple[int, int]] = []
     for _ in range(2):
-        run(policy, samples, n=1, seed=5, concurrency=6)
-    assert policy.most_running == 6
+        run(policy, samples, n=1, seed=5, concurrency=6, progress=lambda *counts: told.append(counts))
+    assert policy.most_running == 6 and told == [(i, 40) for i in range(1, 41)] * 2
     first, second = ({p: s["seed"] for p, s in policy.calls[i : i + 40]} for i in (0, 40))
     assert first == second and len(set(first.values())) == 40
     run(policy, samples[:1], n=1, seed=6)
