@@ -3,21 +3,36 @@
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from forge import doctor
 from forge.doctor import Checkup, check_transports, check_versions, import_error, version_problems
 
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-def test_a_healthy_machine_has_no_problems() -> None:
-    done = subprocess.run([sys.executable, "-m", "forge.doctor"], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"torchmonarch  {metadata.version('torchmonarch')}" in done.stdout
+def test_a_healthy_machine_has_no_problems(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert all(find_spec(module) for module in doctor.MODULES)
+    monkeypatch.setattr(doctor, "MODULES", ("monarch",))  # the others take seconds each
+    assert doctor.main() == 0
+    told = capsys.readouterr().out
+    assert f"torchmonarch  {metadata.version('torchmonarch')}" in told and "monarch       ok" in told
     for word in ("versions:", "imports:", "CPU cores", "shared memory", "RDMA", "no problems found"):
-        assert word in done.stdout
+        assert word in told
+
+
+def test_a_problem_is_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "MODULES", ("json", "no_such_module"))
+    monkeypatch.setattr(doctor, "GPU_PROBE", "")
+    assert doctor.main() == 1
+    assert "- `import no_such_module` fails (ModuleNotFoundError: " in capsys.readouterr().out
 
 
 def test_a_bare_python_gets_a_list_of_what_is_missing(tmp_path: Path) -> None:
