@@ -13,13 +13,16 @@ def row(wait: float = 0.0, ess: float = 1.0, gap: float = 0.0) -> dict[str, floa
     return {"loss/ess": ess, "loss/logprob_gap": gap, "time/wait_s": 20 * wait, "time/step_s": 20.0}
 
 
-def pipeline(bound: AdaptiveAge, latency: float, steps: int, worst: int = 1000) -> list[int]:
-    """A rollout lasts `latency` training steps; batches of an age above `worst` are bad. What is let in shows
-    up in the batches when what was let in before has been trained on."""
+def pipeline(
+    bound: AdaptiveAge, latency: float, steps: int, *, share: float = 0.0, worst: int = 1000
+) -> list[int]:
+    """A rollout lasts `latency` training steps and `share` of one for each step's worth that is under way;
+    batches of an age above `worst` are bad. What is let in shows up in the batches when what was let in
+    before has been trained on."""
     ages, let_in = [], [bound.age]
     for _ in range(steps):
         seen = let_in[max(0, len(let_in) - 1 - let_in[-1])]  # of when this batch was let in
-        wait = max(0.0, 1 - (seen + 1) / latency)
+        wait = max(0.0, 1 - (seen + 1) / (latency + share * (seen + 1)))
         ages.append(bound.after_step(row(wait, ess=1.0 if seen <= worst else 0.5)))
         let_in.append(ages[-1])
     return ages
@@ -30,6 +33,30 @@ def test_it_goes_to_the_least_age_that_keeps_the_learner_busy_and_stays(latency:
     ages = pipeline(AdaptiveAge(limit=16), latency, steps=60)
     assert ages == sorted(ages)
     assert set(ages[30:]) == {math.ceil(latency) - 1}
+
+
+def test_it_allows_for_generators_that_are_slower_the_more_they_have_under_way() -> None:
+    """2.6 / (age + 1) + 0.75 = 1 at 9.4; from one round alone 3 leads to 5."""
+    ages = pipeline(AdaptiveAge(limit=32), 2.6, steps=60, share=0.75)
+    assert sorted(set(ages)) == [1, 3, 7, 10]
+    assert set(ages[32:]) == {10}
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.2])
+def test_it_stays_where_more_under_way_would_not_help(latency: float) -> None:
+    """Generators of which every place is taken need 1.2 times as long as the trainer: it always waits."""
+    assert max(pipeline(AdaptiveAge(limit=64), latency, steps=400, share=1.2)) < 16
+
+
+def test_a_wait_now_and_then_does_not_raise_it_and_as_much_of_a_round_does() -> None:
+    def after(waits: list[float]) -> int:
+        bound = AdaptiveAge(limit=16)
+        pipeline(bound, latency=8.0, steps=60)
+        assert bound.age == 7
+        return max([bound.after_step(row(wait)) for wait in waits])
+
+    assert after([*[0.0] * 15, 0.07] * 10) == 7
+    assert after([*[0.0] * 7, 0.15] * 10) > 7
 
 
 def test_it_never_passes_the_limit() -> None:
