@@ -1,12 +1,13 @@
 """The sections of a configuration that every app has, and what the actors are given of them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
 
 from forge.actors.trainer.lora_options import LoRAOptions
 from forge.actors.trainer.parallelism import ParallelismOptions
 from forge.errors import ConfigError
+from forge.hardware import cpu_has_bfloat16
 
 ENGINE_KEYS = {  # arguments of vLLM's engine that are set by a key of ours
     "model": "model",
@@ -32,7 +33,8 @@ class OptimizationConfig:
     weight_decay: float = 0.0  # of AdamW, per step and unit of learning rate
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
     seq_len: int = 1024  # most tokens of a sequence
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of all computation; master weights stay float32
+    # Of all computation, master weights stay float32; auto: bfloat16, or float32 on CPUs that are slow at it
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     gradient_accumulation_steps: int = 1  # passes that one optimizer step is split into
     max_tokens_per_pass: int | None = None  # tokens of one pass; null: what gradient_accumulation_steps makes
     activation_checkpoint: Literal["none", "selective", "full"] = (
@@ -52,6 +54,9 @@ class OptimizationConfig:
             at_least(self, 1, "max_tokens_per_pass")
         if not 0 <= self.min_lr_factor <= 1:
             raise ConfigError(f"min_lr_factor must lie in [0, 1], got {self.min_lr_factor}")
+
+
+Training = TypeVar("Training", bound=OptimizationConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +193,13 @@ def check_batch_size(
             f"ranks x training.gradient_accumulation_steps {passes} = {share}; make it a multiple of "
             f"{share}, for example {-(-batch_size // share) * share}"
         )
+
+
+def with_dtype(training: Training, trainer: ServiceConfig) -> Training:
+    """The section with the dtype that "auto" comes to; a run that goes on elsewhere keeps it."""
+    if training.dtype != "auto":
+        return training
+    return replace(training, dtype="bfloat16" if trainer.with_gpus or cpu_has_bfloat16() else "float32")
 
 
 def where(service: ServiceConfig, name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Every key of a GRPO run: its default, its unit, and what it must agree with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from apps.sections import (
     at_least,
     check_batch_size,
     check_chaos,
+    with_dtype,
 )
 from forge.actors.trainer.parallelism import ParallelismOptions
 from forge.config import Loaded, load
@@ -193,11 +194,15 @@ ALIASES = {
 
 def load_config(argv: Sequence[str]) -> Loaded[GRPOConfig]:
     """The configuration that the command line asks for; see `forge.config.load`."""
-    return load(
+    loaded = load(
         GRPOConfig,
         argv,
         default_config=DEFAULT_CONFIG,
         shorthands=SHORTHANDS,
         aliases=ALIASES,
         alone={"resume": LAST},
+    )
+    config = loaded.config
+    return replace(
+        loaded, config=replace(config, training=with_dtype(config.training, config.services.trainer))
     )

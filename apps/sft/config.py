@@ -1,7 +1,7 @@
 """Every key of an SFT run: its default, its unit, and what it must agree with."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from apps.sections import (
     above_zero,
     at_least,
     check_chaos,
+    with_dtype,
 )
 from forge.actors.trainer.parallelism import ParallelismOptions
 from forge.config import Loaded, load
@@ -164,4 +165,10 @@ SHORTHANDS = {f.name: f"services.{f.name}" for f in fields(ServicesConfig)}
 
 def load_config(argv: Sequence[str]) -> Loaded[SFTConfig]:
     """The configuration that the command line asks for; see `forge.config.load`."""
-    return load(SFTConfig, argv, default_config=DEFAULT_CONFIG, shorthands=SHORTHANDS, alone={"resume": LAST})
+    loaded = load(
+        SFTConfig, argv, default_config=DEFAULT_CONFIG, shorthands=SHORTHANDS, alone={"resume": LAST}
+    )
+    config = loaded.config
+    return replace(
+        loaded, config=replace(config, training=with_dtype(config.training, config.services.trainer))
+    )

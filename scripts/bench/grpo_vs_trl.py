@@ -133,6 +133,7 @@ def run_forge(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
             "samples": per_step,
         }
         for line in read_lines(metrics)
+        if "reward/mean" in line  # the last step trains on what was answered before it
     ]
     return {"steps": steps, "peak_gb": peak}
 

@@ -5,7 +5,6 @@ Exit code 1 when something that forge needs is missing, incompatible or does not
 
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+
+from forge.hardware import cpu_flags, cpu_has_bfloat16
 
 DISTRIBUTION = "torchforge"
 INSTALL = "run ./scripts/install.sh"
@@ -130,10 +131,10 @@ def import_error(module: str) -> str | None:
 def check_devices(checkup: Checkup) -> None:
     """Processor, memory, and GPUs with the build of torch that they need."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    extensions = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in _cpu_flags()]
+    extensions = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in cpu_flags()]
     checkup.facts.append(
         f"{len(os.sched_getaffinity(0))} CPU cores{' with ' if extensions else ''}{', '.join(extensions)}, "
-        f"{memory / 2**30:.0f} GiB memory"
+        f"{memory / 2**30:.0f} GiB memory; faster in {'bfloat16' if cpu_has_bfloat16() else 'float32'}"
     )
     outcome = run_python(GPU_PROBE)
     gpus = outcome.stdout.splitlines() if outcome is not None and outcome.returncode == 0 else []
@@ -204,12 +205,6 @@ def run_python(code: str) -> subprocess.CompletedProcess[str] | None:
         )
     except subprocess.TimeoutExpired:
         return None
-
-
-def _cpu_flags() -> set[str]:
-    path = Path("/proc/cpuinfo")
-    found = re.search(r"^flags\s*:(.*)$", path.read_text(), re.MULTILINE) if path.exists() else None
-    return set(found[1].split()) if found else set()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import psutil
+import torch
 from pydantic import ValidationError
 from vllm import EngineArgs, SamplingParams
 from vllm.config import VllmConfig
@@ -14,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingType
 
 from forge.errors import ConfigError
+from forge.hardware import warn_of_slow_bfloat16
 
 # Keys that the Generator sets itself, and why nobody else may.
 _OWN_ENGINE_KEYS = {
@@ -85,6 +87,8 @@ def engine_config(args: EngineArgs, *, deterministic: bool = False) -> VllmConfi
     except (VLLMError, ValidationError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses engine_config: {_reason(error)}") from error
     if current_platform.is_cpu():
+        if config.model_config.dtype == torch.bfloat16:
+            warn_of_slow_bfloat16("the generator")
         if deterministic and not config.model_config.enforce_eager:
             raise ConfigError(
                 "a deterministic generator compiles nothing on a CPU: drop engine_config.enforce_eager: false"

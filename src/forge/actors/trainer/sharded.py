@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from forge.actors import _titan as titan
 from forge.actors.trainer import lora
-from forge.actors.trainer.agreement import as_forge_error
+from forge.actors.trainer.agreement import as_forge_error, own_rank
 from forge.actors.trainer.feed import Feed, Query, feed_of
 from forge.actors.trainer.gathering import whole_tensors
 from forge.actors.trainer.job import Job
@@ -23,6 +23,7 @@ from forge.actors.trainer.readout import Readout
 from forge.actors.trainer.source import ModelSource
 from forge.data_models import TrainInputs
 from forge.errors import ForgeError
+from forge.hardware import warn_of_slow_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class ShardedModel:
         self.lora = training.lora if trainable else None
         spec = model_spec(source.config, training.seq_len, self.lora)
         self.job = Job(parallelism, world_size=world_size, seed=seed, cpu_offload=training.cpu_offload)
+        if own_rank() == 0 and self.job.device.type == "cpu" and self.dtype == torch.bfloat16:
+            warn_of_slow_bfloat16("the trainer" if trainable else "the reference model")
         self._autocast = world_size == 1 and self.dtype != torch.float32
         whole = build_whole(spec, self.job)
         assert spec.state_dict_adapter is not None
