@@ -35,7 +35,9 @@ NOTE = (
     "the ideal pipeline there is AReaL's own speed, and that ratio tells how near to it the schedule "
     "comes. The other two are of 256 generators and 64 ranks of a trainer with the same batch, against "
     "the lockstep of the same machines and of 320 that all do both: the more machines, the more of their "
-    "time lockstep wastes on the longest answer. --quick: a sixteenth of all machines and of the batch."
+    "time lockstep wastes on the longest answer. steps_in_stock: where it shrinks over the steps that are "
+    "counted, generators without time to spare could not go on so for ever. --quick: a sixteenth of all "
+    "machines and of the batch."
 )
 
 CLUSTER = Costs()
@@ -120,6 +122,7 @@ def figures_of(outcome: Outcome) -> dict[str, Any]:
         "step_s": round(outcome.step_s, 2),
         "share_of_ideal": round(outcome.efficiency, 4),
         "learner_waits": round(outcome.wait, 4),
+        "steps_in_stock": [round(steps, 2) for steps in outcome.stock],
         "bound": outcome.bounds[-1],
         "limit": outcome.schedule.limit,
         "oldest": outcome.oldest,

@@ -51,6 +51,7 @@ class Outcome:
     waits: list[float] = field(default_factory=list)  # of the learner for each batch
     ages: list[Counter[int]] = field(default_factory=list)  # episodes of each batch by the versions they lag
     bounds: list[int] = field(default_factory=list)  # for what is let in, after each step
+    stocks: list[int] = field(default_factory=list)  # episodes left in the buffer by each batch
     info: BufferInfo | None = None
 
     @property
@@ -59,6 +60,14 @@ class Outcome:
         first = self.schedule.warmup
         began = self.ends[first - 1] if first else 0.0
         return (self.ends[-1] - began) / (len(self.ends) - first)
+
+    @property
+    def stock(self) -> tuple[float, float]:
+        """Steps' worth left in the buffer after the warm-up and at the end. Where it shrinks, more was
+        trained on meanwhile than made: with generators that have no time to spare, that can't go on."""
+        first = self.schedule.warmup
+        before = self.stocks[first - 1] if first else 0
+        return before / self.costs.batch_size, self.stocks[-1] / self.costs.batch_size
 
     @property
     def throughput(self) -> float:
@@ -118,6 +127,7 @@ async def _job(costs: Costs, schedule: Schedule, seed: int) -> Outcome:
         began = clock()
         inputs, targets = await buffer.sample.call_one(curr_policy_version=step - 1, wait=True)
         outcome.waits.append(clock() - began)
+        outcome.stocks.append((await buffer.info.call_one()).num_waiting)
         outcome.ages.append(Counter(step - 1 - versions.pop(i) for t in targets for i in t.episode_ids))
         await trainer.train_step.call(inputs, targets)
         await sync.push(step, inputs, wait=schedule.synchronous)
