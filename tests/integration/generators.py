@@ -1,5 +1,6 @@
 """A generator beside transformers' model of the same folder, for the tests of the generator."""
 
+import asyncio
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from forge.controller import ActorHandle, Service
 from forge.data_models import Completion
-from forge.weights import publish, retire
+from forge.weights import open_store, publish, retire
 
 MAX_MODEL_LEN = 960
 BATCH = 64
@@ -71,3 +72,28 @@ class Model:
         finally:
             await retire(version)
         return version
+
+
+async def publish_some(folder: Path) -> dict[int, Weights]:
+    """Versions of a model before there is a generator: two that are complete, and a newer one of which one
+    rank of two has published its part."""
+    await open_store()
+    model = Model(None, folder)  # type: ignore[arg-type]
+    weights = {next(_versions): model.changed(seed) for seed in (901, 902, 903)}
+    for version, world_size in zip(weights, (1, 1, 2), strict=True):
+        await publish(version, weights[version], rank=0, world_size=world_size)
+    return weights
+
+
+async def check_it_began_with_the_newest(model: Model, published: dict[int, Weights]) -> None:
+    """That a generator started after `publish_some` has the second of these, and what it makes of others."""
+    old, newest, _ = published
+    assert await model.generator.version.route() == newest
+    completions = await model.generator.generate.route(PROMPT)
+    assert {c.generator_version for c in completions} == {newest}
+    assert model.gap(completions, published[newest]) < 1e-4
+    assert await model.generator.update_weights.route(old) == newest, "it does not go back"
+    assert await model.generator.update_weights.route(newest) == newest
+    await asyncio.gather(*map(retire, published))
+    assert await model.generator.update_weights.route(newest) == newest, "what it holds it needs not fetch"
+    assert model.gap(await model.generator.generate.route(PROMPT), published[newest]) < 1e-4
