@@ -4,7 +4,7 @@ import io
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from apps.grpo.actors import start_trainer
 from apps.grpo.config import GRPOConfig, load_config
-from apps.grpo.resume import ResumePoint, newest_saved, refuse_changes
+from apps.grpo.resume import ResumePoint, newest_saved, refuse_changes, resume_point
 from forge.actors.trainer import TitanTrainer
 from forge.actors.trainer.checkpoint_options import CheckpointOptions
 from forge.config import describe
@@ -118,8 +118,9 @@ def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path) -> None:
         refuse_changes(config_of("--training.batch_size", "16", "--loss", "dapo", "--seed", "1"), tmp_path)
     told = str(caught.value)
     assert "training.batch_size 8 (now 16)" in told and "seed 0 (now 1)" in told and "loss" in told
+    run = cast(Any, SimpleNamespace(resumed=True, folder=tmp_path))
     with pytest.raises(ConfigError, match=r"training\.lora None \(now LoRAOptions"):
-        refuse_changes(config_of("--training.lora.rank", "4"), tmp_path)
+        resume_point(config_of("--training.lora.rank", "4"), run)
 
 
 def test_evaluations_may_be_more_or_fewer_and_the_limit_of_ages_higher_but_no_more_than_that(
