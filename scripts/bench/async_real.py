@@ -57,7 +57,7 @@ def run(max_policy_age: int, steps: int, seed: int) -> list[Row]:
             print((Path(folder) / "run.log").read_text())
             sys.exit(f"the run with max_policy_age {max_policy_age} failed: {error}")
         [metrics] = Path(folder).glob("*/metrics.jsonl")
-        return [row for row in read_metrics(metrics) if "reward/mean" in row]
+        return [row for row in read_metrics(metrics) if row["step"] > 0]
 
 
 def seconds(rows: list[Row]) -> list[float]:
@@ -72,6 +72,6 @@ def samples_per_s(rows: list[Row]) -> float:
 
 
 def reward_at(rows: list[Row], time: float) -> float:
-    """Mean reward of the last steps that had ended by then."""
-    ended = [row["reward/mean"] for row, end in zip(rows, seconds(rows), strict=True) if end <= time]
-    return statistics.mean(ended[-NEWEST:])
+    """Mean reward of the last steps that had ended by then; the very last may have had nothing to grade."""
+    ended = [row for row, end in zip(rows, seconds(rows), strict=True) if end <= time]
+    return statistics.mean([row["reward/mean"] for row in ended if "reward/mean" in row][-NEWEST:])
