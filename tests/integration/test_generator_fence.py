@@ -24,10 +24,11 @@ Moment = Literal["before", "during", "after"]
 
 @dataclass
 class Traffic:
-    """Calls without a pause, each with the version that every replica held when it was made."""
+    """Calls one after the other, each with the version that every replica held when it was made."""
 
     policy: Service
     floor: int = 0
+    pause_s: float = 0.0  # between two calls of one caller
     answers: list[tuple[int, Completion]] = field(default_factory=list)
 
     async def caller(self, seed: int) -> None:
@@ -39,6 +40,7 @@ class Traffic:
                 choice.choice(prompts), max_tokens=8, temperature=1.0
             )
             self.answers.append((floor, completion))
+            await asyncio.sleep(self.pause_s)
 
     async def more(self, num_answers: int) -> None:
         """Until that many more calls have been answered."""
@@ -74,7 +76,9 @@ async def update_and_kill(traffic: Traffic, version: int, weights: Weights, mome
     if moment == "after":
         os.kill(victim, signal.SIGKILL)
     await traffic.more(100)
+    traffic.pause_s = 0.1  # what starts needs the cores, too
     await healed(policy, victim)
+    traffic.pause_s = 0.0
     await traffic.more(100)
     if version > 1:
         await retire(version - 1)

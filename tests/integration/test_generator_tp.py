@@ -14,21 +14,36 @@ from forge.controller import ActorHandle, Runtime
 from forge.controller.provisioner import is_running
 from forge.errors import ActorFailure, ForgeError
 from forge.weights import close_store
-from tests.integration.generators import PROMPT, Model, engine_config
+from tests.integration.generators import (
+    PROMPT,
+    Model,
+    check_it_began_with_the_newest,
+    engine_config,
+    publish_some,
+)
 
 LIMIT_S = 30
 
 
-def with_generator(
-    folder: Path, degrees: dict[str, int], scenario: Callable[[Model], Coroutine[Any, Any, None]]
-) -> None:
+Scenario = Callable[[Model], Coroutine[Any, Any, None]]
+
+
+def with_generator(folder: Path, degree: str, *scenarios: Scenario, comes_late: bool = False) -> None:
+    """Runs these one after the other. comes_late: the store has versions before it starts."""
+
     async def main() -> None:
         async with Runtime() as runtime:
             runtime.on_close(close_store)
+            published = await publish_some(folder) if comes_late else {}
             actor = await Generator.options(procs=2, env={"OMP_NUM_THREADS": "1"}).as_actor(
-                {**engine_config(folder), **degrees}, {"n": 2, "max_tokens": 16}
+                {**engine_config(folder), degree: 2}, {"n": 2, "max_tokens": 16}
             )
-            await scenario(Model(actor, folder))
+            model = Model(actor, folder)
+            if published:
+                await check_it_began_with_the_newest(model, published)
+                await model.update(model.original)
+            for scenario in scenarios:
+                await scenario(model)
 
     before = segments()
     asyncio.run(main())
@@ -62,35 +77,32 @@ async def check_weights_and_swap(model: Model) -> None:
         await model.generator.generate.call(PROMPT)
 
 
-@pytest.mark.parametrize(
-    ("family", "degree"),
-    [
-        ("tiny_llama", "tensor_parallel_size"),
-        ("tiny_qwen3", "tensor_parallel_size"),
-        ("tiny_llama", "pipeline_parallel_size"),  # first and last stage each hold the tied embedding
-    ],
-)
-def test_ranks_share_the_model_and_follow_new_weights(
-    family: str, degree: str, request: pytest.FixtureRequest
+async def lose_rank_1(model: Model) -> None:
+    assert isinstance(model.generator, ActorHandle)
+    calls = [
+        asyncio.create_task(model.generator.generate.route(PROMPT, max_tokens=900, ignore_eos=True))
+        for _ in range(3)
+    ]
+    await asyncio.sleep(0.5)
+    [replica] = await model.generator.replicas()
+    victim = replica.pids[1]
+    os.kill(victim, signal.SIGKILL)
+    outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), LIMIT_S)
+    assert all(isinstance(outcome, ActorFailure) for outcome in outcomes), outcomes
+    with pytest.raises(ActorFailure):
+        await asyncio.wait_for(model.generator.generate.route(PROMPT), LIMIT_S)
+    assert not is_running(victim)
+
+
+def test_tensor_parallel_ranks_share_the_model_and_a_lost_one_fails_the_calls_instead_of_hanging(
+    tiny_llama: Path,
 ) -> None:
-    with_generator(request.getfixturevalue(family), {degree: 2}, check_weights_and_swap)
+    with_generator(tiny_llama, "tensor_parallel_size", check_weights_and_swap, lose_rank_1)
 
 
-def test_a_lost_rank_fails_the_calls_instead_of_hanging(tiny_llama: Path) -> None:
-    async def lose_rank_1(model: Model) -> None:
-        assert isinstance(model.generator, ActorHandle)
-        calls = [
-            asyncio.create_task(model.generator.generate.route(PROMPT, max_tokens=900, ignore_eos=True))
-            for _ in range(3)
-        ]
-        await asyncio.sleep(0.5)
-        [replica] = await model.generator.replicas()
-        victim = replica.pids[1]
-        os.kill(victim, signal.SIGKILL)
-        outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), LIMIT_S)
-        assert all(isinstance(outcome, ActorFailure) for outcome in outcomes), outcomes
-        with pytest.raises(ActorFailure):
-            await asyncio.wait_for(model.generator.generate.route(PROMPT), LIMIT_S)
-        assert not is_running(victim)
+def test_tensor_parallel_ranks_of_an_untied_model_start_with_the_newest_weights(tiny_qwen3: Path) -> None:
+    with_generator(tiny_qwen3, "tensor_parallel_size", check_weights_and_swap, comes_late=True)
 
-    with_generator(tiny_llama, {"tensor_parallel_size": 2}, lose_rank_1)
+
+def test_pipeline_stages_each_hold_the_tied_embedding(tiny_llama: Path) -> None:
+    with_generator(tiny_llama, "pipeline_parallel_size", check_weights_and_swap)
