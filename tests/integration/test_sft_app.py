@@ -1,7 +1,6 @@
 """The SFT app as a user runs it: a run on a tiny model, the same stopped and resumed, its answers."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forge.runs import has_checkpoint
+from tests.integration.stopped_run import stop_after
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -64,7 +64,9 @@ def test_a_run_learns_and_one_that_was_stopped_goes_on_exactly(tiny_llama: Path,
     assert has_checkpoint(folder, STEPS)
 
     arguments = command(tiny_llama, data, tmp_path / "stopped", "services.generator=null")
-    stop_after(5, arguments, tmp_path / "log")  # before, within or after the validation of step 6
+    # before, within or after the validation of step 6
+    printed = stop_after("step  5/", arguments, tmp_path / "log", signal.SIGTERM, num_processes=2)
+    assert any(line.startswith("saved after step ") for line in printed)
     resumed = run(*arguments, "resume=last")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "goes on from " in resumed.stdout and "54 conversations to train on, 10 to" in resumed.stdout
@@ -75,21 +77,6 @@ def test_a_run_learns_and_one_that_was_stopped_goes_on_exactly(tiny_llama: Path,
     assert losses[0] == losses[1]
     weights = [AutoModelForCausalLM.from_pretrained(f / "model").state_dict() for f in (folder, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def stop_after(step: int, arguments: list[str], log: Path) -> None:
-    """SIGTERM to the whole group, as a cluster does it, when this step has been reported."""
-    with subprocess.Popen(
-        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        output = []
-        for line in process.stdout:
-            output.append(line)
-            if line.startswith(f"step {step:>2}/"):
-                os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(60) == 130, log.read_text()[-3000:]
-    assert any(line.startswith("saved after step ") for line in output)
 
 
 def check_samples(folder: Path) -> None:
