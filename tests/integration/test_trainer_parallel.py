@@ -62,12 +62,13 @@ class Plan:
 INTERLEAVED = {PIPELINE: 2, SCHEDULE: "Interleaved1F1B"}
 LORA = {"lora": {"rank": 4, "alpha": 12.0}}
 FULL, SELECTIVE = {"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}
+# Under TP a new shape takes DTensor a second, and every micro-batch has a shape of its own: two are enough
 TWO = [
     Plan("FSDP 2", {SHARD: 2}, "llama tied", "shared", 1, more=True),
     Plan("FSDP 2", {SHARD: 2}, "qwen3", "padded", 4, FULL),
     Plan("FSDP 2", {SHARD: 2}, "qwen3 tied", "packed", 4, {"cpu_offload": True}, by_tokens=True),
-    Plan("TP 2", {TENSOR: 2}, "llama tied", "packed", 4, more=True),
-    Plan("TP 2", {TENSOR: 2}, "qwen3", "shared", 1, SELECTIVE, by_tokens=True),
+    Plan("TP 2", {TENSOR: 2}, "llama tied", "packed", 1, more=True),
+    Plan("TP 2", {TENSOR: 2}, "qwen3", "shared", 2, SELECTIVE, by_tokens=True),
     Plan("HSDP 2 x 1", {REPLICATE: 2}, "llama", "shared", 4),
     Plan("HSDP 2 x 1", {REPLICATE: 2}, "qwen3 tied", "padded", 1),
     Plan("PP 2 1F1B", {PIPELINE: 2}, "llama", "shared", 4, more=True),
@@ -85,13 +86,13 @@ TWO = [
 FOUR = [
     Plan("FSDP 4", {SHARD: 4}, "llama tied", "padded", 4),
     Plan("FSDP 4", {SHARD: 4}, "qwen3", "shared", 1, by_tokens=True),
-    Plan("FSDP 2 x TP 2", {SHARD: 2, TENSOR: 2}, "llama tied", "shared", 4),
+    Plan("FSDP 2 x TP 2", {SHARD: 2, TENSOR: 2}, "llama tied", "shared", 2),
     Plan("FSDP 2 x TP 2", {SHARD: 2, TENSOR: 2}, "qwen3", "packed", 1),
-    Plan("FSDP 2 x TP 2", {SHARD: 2, TENSOR: 2}, "llama", "shared", 4, LORA),
+    Plan("FSDP 2 x TP 2", {SHARD: 2, TENSOR: 2}, "llama", "shared", 1, LORA),
     Plan("HSDP 2 x 2", {REPLICATE: 2, SHARD: 2}, "qwen3 tied", "shared", 4),
     Plan("PP 2 x FSDP 2", {PIPELINE: 2, SHARD: 2}, "llama", "shared", 4, more=True),
     Plan("PP 2 x FSDP 2", {**INTERLEAVED, SHARD: 2}, "qwen3", "padded", 1),
-    Plan("PP 2 x TP 2", {PIPELINE: 2, TENSOR: 2}, "qwen3", "shared", 4),
+    Plan("PP 2 x TP 2", {PIPELINE: 2, TENSOR: 2}, "qwen3", "shared", 2),
     Plan("PP 2 x CP 2", {**INTERLEAVED, CONTEXT: 2}, "llama", "packed", 1),
     Plan("CP 2 x FSDP 2", {CONTEXT: 2, SHARD: 2}, "qwen3", "shared", 4, by_tokens=True),
     Plan("CP 2 x TP 2", {CONTEXT: 2, TENSOR: 2}, "llama tied", "packed", 1),
