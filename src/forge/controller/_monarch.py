@@ -7,8 +7,8 @@ import os
 for _key, _value in {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
     # how long a process may be silent before it counts as frozen: on a busy machine a sound one may be
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "10s",
-    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "10s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
     # how long a stop waits for an actor that is busy before its process is killed
     "HYPERACTOR_CLEANUP_TIMEOUT": "1s",
     "HYPERACTOR_STOP_ACTOR_TIMEOUT": "1s",
