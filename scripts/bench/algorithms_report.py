@@ -134,7 +134,14 @@ def rewards_of(outcome: Outcome) -> tuple[list[int], list[float]]:
     return [row["step"] for row in graded], [row["reward/mean"] for row in graded]
 
 
-def write_docs(outcomes: Mapping[str, Outcome], picture: Path, steps: int) -> None:
+def dtype_of(outcomes: Mapping[str, Outcome]) -> str:
+    """What they were trained in."""
+    folders = [outcome.folder for outcome in outcomes.values() if outcome.folder is not None]
+    dtypes = {yaml.safe_load((folder / "config.yaml").read_text())["training"]["dtype"] for folder in folders}
+    return ", ".join(sorted(dtypes))
+
+
+def write_docs(outcomes: Mapping[str, Outcome], picture: Path, steps: int, options: str) -> None:
     """The table between the markers of docs/algorithms.md, and the picture beside it."""
     page = DOCS / "algorithms.md"
     text = page.read_text()
@@ -142,12 +149,12 @@ def write_docs(outcomes: Mapping[str, Outcome], picture: Path, steps: int) -> No
         raise SystemExit(f"{page} must have one line {BEGIN} and one {END}: the table goes between them")
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
     lead = (
-        f"Mean rewards of the first and the last {ENDS} of {steps} steps, over all answers that were graded. "
-        "Samples are what was trained on; more completions are generated where dynamic sampling leaves out "
-        "groups whose rewards are all equal (DAPO, CISPO): at as many steps and samples as the others, these "
-        "two had more of the generator. KL is in nats per token towards the "
-        f"reference (distillation: the teacher) in the last {ENDS} steps, clipped the share of tokens whose "
-        "ratio was:"
+        f"Made by `scripts/bench/algorithms.py {options}` in {dtype_of(outcomes)}: mean rewards of the first "
+        f"and the last {ENDS} of {steps} steps, over all answers that were graded. Samples are what was "
+        "trained on; more completions are generated where dynamic sampling leaves out groups whose rewards "
+        "are all equal (DAPO, CISPO): at as many steps and samples as the others, these two had more of the "
+        f"generator. KL is in nats per token towards the reference (distillation: the teacher) in the last "
+        f"{ENDS} steps, clipped the share of tokens whose ratio was:"
     )
     picture_line = "![mean reward over the steps, by algorithm](images/algorithms.png)"
     body = f"{lead}\n\n{table(outcomes)}\n\n{picture_line}"
