@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--write-docs", action="store_true", help="table and curves into docs/")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for the config of all runs")
     args = parser.parse_intermixed_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run under way ends too
     outcomes: dict[str, Outcome] = {}
     for algorithm in chosen(args.only):
         options = [*args.overrides, *algorithm.options, "--steps", str(args.steps), "--seed", str(args.seed)]
