@@ -85,8 +85,9 @@ class GRPOConfig:
         self._check_lengths()
         self._check_mode()
         check_chaos(self.chaos, self.services.present())
-        self._check_algorithm(self.algorithm())
-        self._check_age()
+        algorithm = self.algorithm()
+        self._check_algorithm(algorithm)
+        self._check_age(algorithm.loss)
 
     @property
     def data_parallel_size(self) -> int:
@@ -119,8 +120,15 @@ class GRPOConfig:
                 "sampling compare completions of one prompt"
             )
 
-    def _check_age(self) -> None:
+    def _check_age(self, loss: object) -> None:
         interval, limit = self.training.sync_interval, self.age_limit
+        if self.max_policy_age == "auto" and not hasattr(loss, "whole_batch_metrics"):
+            name = getattr(loss, "__name__", type(loss).__name__)
+            raise ConfigError(
+                f"max_policy_age auto goes by the ess and logprob_gap of each batch, and loss {name} has no "
+                "whole_batch_metrics that tells them: set max_policy_age to a number, or make the loss a "
+                "forge.rl.loss.PolicyLoss"
+            )
         if self.max_policy_age == "auto" and limit < interval:
             raise ConfigError(
                 f"staleness.limit {limit} is below training.sync_interval {interval}: max_policy_age auto "

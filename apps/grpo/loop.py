@@ -21,6 +21,9 @@ from forge.rl.loops import Learn, Rollout, async_rl_loop, synchronous_rl
 from forge.rl.minibatches import TrainBatch, updates
 from forge.rl.weight_sync import WeightSync
 
+BEST = "best"
+"""Of a run's folder: the version that did best in evaluations."""
+
 EVALUATED = "evaluation/version"
 """A metric that the row of every step has that was evaluated."""
 
@@ -42,6 +45,7 @@ class Loop:
         recorded = await self.saves.restore()
         self.run.started(done=done)
         record.rewind(self.run.folder / record.FOLDER, done)
+        BestKeeper(self.run.folder / BEST)  # finishes what a kill left half done
         if self.m.bound is not None:
             await self.m.buffer.bound.call_one(self.m.bound.age)
         if done:
@@ -73,10 +77,10 @@ class Loop:
             curr_policy_version=step - 1, wait=True, minibatches=config.training.minibatches
         )
         batches = batches if config.training.minibatches > 1 else [batches]
-        m.checks.batch([targets for _, parts in batches for targets in parts], step)
-        if config.record:
+        if config.record:  # first: what a check stops at is to be looked at
             episodes = await m.buffer.sampled.call_one()
             await asyncio.to_thread(record.write, self.run.folder / record.FOLDER, step, episodes, step - 1)
+        m.checks.batch([targets for _, parts in batches for targets in parts], step)
         return batches
 
     async def update(self, batches: Sequence[TrainBatch], step: int) -> None:
@@ -119,7 +123,7 @@ class Loop:
                 progress=partial(self.run.doing, "evaluation: questions answered"),
             )
             evaluation.write(self.run.folder / SAMPLES, step)
-            best = BestKeeper(self.run.folder / "best")
+            best = BestKeeper(self.run.folder / BEST)
             await best.offer(step, evaluation, self.m.trainer.export.call)
 
     async def end_step(self, step: int) -> None:

@@ -32,6 +32,8 @@ MAY_CHANGE = (
 MAY_CHANGE_SO: dict[str, Callable[[Any, Any], bool]] = {
     "evaluation.every": lambda was, now: (was > 0) == (now > 0),  # questions held out are not trained on
     "staleness.limit": lambda was, now: now >= was,  # what was let in is not to be too old
+    # there on one side only: episodes that wait and those to come would not go into one batch
+    "services.ref_model": lambda was, now: False,
 }
 """Keys that may change from one value to another if this holds."""
 

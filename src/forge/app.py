@@ -127,7 +127,7 @@ class Run:
         tokens_per_s = self._view.tokens_per_s(values)
         if tokens_per_s is not None:
             values["throughput/tokens_per_s"] = tokens_per_s
-        row = {**self._earlier, **values}
+        row = {**values, **self._earlier}
         if self._earlier:
             rewind(self.folder / METRICS, step - 1)
         self._tracker.log(step, row)
@@ -163,7 +163,7 @@ class Run:
 
     def reopen(self, step: int, metric: str) -> bool:
         """Whether the last step of a run that is resumed lacks this metric, since the run was stopped before
-        it was measured. The next `report` then writes its row anew; until then a kill loses nothing."""
+        it was measured. The next `report` then writes its row anew, with what is there and what it lacks."""
         rows = [row for row in read_metrics(self.folder / METRICS) if row["step"] == step]
         if any(metric in row for row in rows):
             return False

@@ -28,7 +28,9 @@ LIMIT_S = 30
 Scenario = Callable[[Model], Coroutine[Any, Any, None]]
 
 
-def with_generator(folder: Path, degree: str, *scenarios: Scenario, comes_late: bool = False) -> None:
+def with_generator(
+    folder: Path, degree: str, *scenarios: Scenario, comes_late: bool = False, in_flight: str = "recompute"
+) -> None:
     """Runs these one after the other. comes_late: the store has versions before it starts."""
 
     async def main() -> None:
@@ -36,7 +38,7 @@ def with_generator(folder: Path, degree: str, *scenarios: Scenario, comes_late: 
             runtime.on_close(close_store)
             published = await publish_some(folder) if comes_late else {}
             actor = await Generator.options(procs=2, env={"OMP_NUM_THREADS": "1"}).as_actor(
-                {**engine_config(folder), degree: 2}, {"n": 2, "max_tokens": 16}
+                {**engine_config(folder), degree: 2}, {"n": 2, "max_tokens": 16}, in_flight=in_flight
             )
             model = Model(actor, folder)
             if published:
@@ -77,6 +79,23 @@ async def check_weights_and_swap(model: Model) -> None:
         await model.generator.generate.call(PROMPT)
 
 
+async def check_versions_of_tokens(model: Model) -> None:
+    """Of a call that keeps its KV cache, which is of both weights then."""
+    assert model.gap(await model.generator.generate.route(PROMPT), model.original) < 1e-4
+    await model.update(model.original)
+    call = asyncio.create_task(model.generator.generate.route(PROMPT * 5, max_tokens=300, ignore_eos=True))
+    await asyncio.sleep(0.5)
+    version = await model.update(model.changed(1))
+    assert not call.done()
+    for completion in await call:
+        assert completion.token_versions is not None
+        num_old = int((completion.token_versions < version).sum())
+        assert 0 < num_old < 300
+        gap = (completion.logprobs - model.logprobs(completion, model.original)).abs()
+        assert float(gap[:num_old].max()) < 2e-4
+        assert float(gap[num_old]) > 1e-2, "sampled from the old weights, said to be of the new"
+
+
 async def lose_rank_1(model: Model) -> None:
     assert isinstance(model.generator, ActorHandle)
     calls = [
@@ -106,3 +125,7 @@ def test_tensor_parallel_ranks_of_an_untied_model_start_with_the_newest_weights(
 
 def test_pipeline_stages_each_hold_the_tied_embedding(tiny_llama: Path) -> None:
     with_generator(tiny_llama, "pipeline_parallel_size", check_weights_and_swap)
+
+
+def test_no_token_of_pipeline_stages_is_of_other_weights_than_it_says(tiny_llama: Path) -> None:
+    with_generator(tiny_llama, "pipeline_parallel_size", check_versions_of_tokens, in_flight="keep")

@@ -107,7 +107,7 @@ def test_a_resume_changes_nothing_before_it_is_accepted(
     assert [row["step"] for row in rows] == list(range(5))  # a kill now loses nothing
 
     async def measured() -> dict[str, float]:
-        return {"validation/loss": 0.5}
+        return {"validation/loss": 0.5, "loss/total": -1.0}  # the second is none of the step
 
     monkeypatch.setattr(Runtime, "current", lambda: SimpleNamespace(drain_metrics=measured))
     asyncio.run(run.report(4))

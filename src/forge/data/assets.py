@@ -12,12 +12,17 @@ from filelock import FileLock
 
 from forge.errors import AssetError
 
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+"""Of a model folder: all its weights, or the names of the files that hold them."""
+
 _FORMS = "a folder, a .gguf file, pkg://package/file.gguf, or hf://Org/Name"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 # Enough to build a tokenizer: one of these sets of files.
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
-_INDEX = "model.safetensors.index.json"
+# The same once more, and what would make vLLM look for it: Mistral's own formats.
+_NOT_FROM_HUB = ["*/*", "consolidated*", "params.json", "tekken.json"]
 _GGUF_RECIPE = 1  # part of the cache key: raise it when `dequantise` writes something else
 
 
@@ -52,12 +57,39 @@ def check_model_folder(folder: str | Path) -> None:
             f"model folder {folder} has no config.json: give the folder that save_pretrained wrote"
         )
     _read_json(folder / "config.json")
-    _check_weights(folder)
+    weight_files(folder)
     if not any(all((folder / name).is_file() for name in names) for names in _TOKENIZERS):
         raise AssetError(
             f"model folder {folder} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and "
             "merges.txt): save it there with tokenizer.save_pretrained"
         )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model's weights: those that the index names, else model.safetensors, else all.
+
+    Others hold the same weights once more, by other names, as Mistral's consolidated.safetensors does. Raises
+    AssetError where there are none, or one is missing.
+    """
+    if (folder / INDEX).is_file():
+        shards = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise AssetError(f"{folder / INDEX} has no weight_map: fetch the model again")
+        files = [folder / name for name in sorted(set(shards.values()))]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise AssetError(
+                f"model folder {folder} lacks {len(missing)} weight files, first {missing[0]}: fetch them"
+            )
+        return files
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if files := sorted(folder.glob("*.safetensors")):
+        return files
+    others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in folder.glob(pattern))
+    found = f" (only {others[0]})" if others else ""
+    raise AssetError(
+        f"model folder {folder} has no .safetensors weights{found}: write them with model.save_pretrained"
+    )
 
 
 def _locate(uri: str) -> Path:
@@ -96,7 +128,7 @@ def _download(name: str) -> Path:
                 repo,
                 revision=revision or None,
                 allow_patterns=_HUB_FILES,
-                ignore_patterns=["*/*"],
+                ignore_patterns=_NOT_FROM_HUB,
             )
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
@@ -158,26 +190,6 @@ def _from_gguf(gguf: Path) -> Path:
             finally:
                 shutil.rmtree(part, ignore_errors=True)
     return folder
-
-
-def _check_weights(folder: Path) -> None:
-    if (folder / _INDEX).is_file():
-        shards = _read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise AssetError(f"{folder / _INDEX} has no weight_map: fetch the model again")
-        missing = sorted({name for name in shards.values() if not (folder / name).is_file()})
-        if missing:
-            raise AssetError(
-                f"model folder {folder} lacks {len(missing)} weight files, first {missing[0]}: fetch them"
-            )
-    elif not any(folder.glob("*.safetensors")):
-        others = sorted(
-            path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in folder.glob(pattern)
-        )
-        found = f" (only {others[0]})" if others else ""
-        raise AssetError(
-            f"model folder {folder} has no .safetensors weights{found}: write them with model.save_pretrained"
-        )
 
 
 def _read_json(path: Path) -> dict[str, object]:

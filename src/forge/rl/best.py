@@ -65,9 +65,12 @@ class BestKeeper:
 
     def _replace(self) -> None:
         """Where a kill comes in between, the new folder is whole, and takes the place at the next start."""
+        old = self.folder.with_name(f"{self.folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
         if self.folder.exists():
-            shutil.rmtree(self.folder)
+            os.replace(self.folder, old)
         os.replace(self._new, self.folder)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(path: Path, best: Best) -> None:

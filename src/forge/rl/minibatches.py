@@ -1,14 +1,14 @@
 """Several updates on one batch: epochs over its minibatches, with what the policy was when they began."""
 
 import dataclasses
-import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge.controller import ActorHandle
 from forge.data_models import ForwardBackwardResult, TrainInputs, TrainTargets
 from forge.rl.loss import Loss, PolicyLoss
+from forge.rl.loss.registry import signature_of
 
 TrainBatch = tuple[Sequence[TrainInputs], Sequence[TrainTargets]]
 """What every data-parallel rank gets of one update: see `TitanTrainer.train_step`."""
@@ -55,8 +55,7 @@ def reads_proximal(loss: Loss) -> bool:
     """Whether a loss wants to know what the policy was before the first of several updates."""
     if isinstance(loss, PolicyLoss):
         return loss.correction is not None
-    function: Callable[..., object] = getattr(loss, "from_logprobs", loss)
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature_of(getattr(loss, "from_logprobs", loss)).parameters.values()
     return any(p.name == "proximal_logprobs" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 

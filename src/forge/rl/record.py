@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -133,6 +133,9 @@ def _read(file: Path) -> Recorded:
 
 def _plain(episode: Episode) -> dict[str, Any]:
     plain = _fields(episode)
+    for name in ("reward", "advantage"):  # of a user's code, which may make them with NumPy
+        if not isinstance(plain[name], Tensor):
+            plain[name] = float(plain[name])
     completion = _fields(episode.completion)
     completion["metadata"] = {k: v for k, v in episode.completion.metadata.items() if _is_plain(v)}
     return {**plain, "completion": completion}
@@ -154,8 +157,9 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
-    return value is None or isinstance(value, str | int | float)
+    """Of subclasses, as NumPy's numbers are of float, a file can't be read without running code."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, cast("list[object]", value)))
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(each) for key, each in value.items())
+    return value is None or type(value) in (str, int, float, bool)

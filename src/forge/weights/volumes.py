@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _ACTOR = "weights_volume"
 _START_S = 120.0
 _STOP_S = 10.0
-_ANSWER_S = 30.0  # to delete keys, behind whatever the volume is doing
+_ANSWER_S = 600.0  # to delete keys, behind what the volume is doing: a put by RDMA may take that long
 _PROBE_S = 10.0  # the same of one that somebody has given up already
 _serial = itertools.count()  # Monarch remembers names of what is gone: none is used twice
 

@@ -1,12 +1,15 @@
 """What engine_config and sampling_config may hold, and what a version of the weights must."""
 
 import itertools
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm.sampling_params import RequestOutputKind
 
 from forge.actors._vllm.arguments import (
@@ -148,6 +151,19 @@ def test_the_shapes_of_a_folder_are_those_of_its_model(tiny_qwen3: Path) -> None
     assert shapes["lm_head.weight"] == (512, 64)
     assert shapes["model.layers.1.self_attn.q_norm.weight"] == (32,)
     assert len(shapes) == 25
+
+
+def test_weights_that_a_folder_holds_once_more_by_other_names_are_none_of_its_model(
+    tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_qwen3, folder)
+    save_file({"layers.0.attention.wk.weight": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert tensor_shapes(folder) == tensor_shapes(tiny_qwen3)
+    names = dict.fromkeys(tensor_shapes(tiny_qwen3), "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert tensor_shapes(folder) == tensor_shapes(tiny_qwen3)
 
 
 def drop(weights: dict[str, TensorFacts]) -> None:

@@ -111,6 +111,10 @@ def total(logits: Tensor) -> Tensor:
         (lambda logits: (logits.sum(), None), "its metrics are a NoneType"),
         (lambda logits: (logits.sum(), {"kl": logits}), r"its metric kl is a tensor of shape \[1, 2, 7\]"),
         (lambda logits: (logits.sum(), {"kl": "high"}), "its metric kl is a str"),
+        (
+            lambda logits: (logits.sum(), {"total": 1.0}),
+            "its metric total has the name of one of the trainer",
+        ),
     ],
 )
 def test_what_is_no_answer_of_a_loss_is_named(answer: Callable[[Tensor], object], says: str) -> None:

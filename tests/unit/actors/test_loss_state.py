@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -33,11 +34,26 @@ class Counting(Forgetful):
 
 def test_a_loss_that_changes_must_say_what_it_has_become() -> None:
     with pytest.raises(
-        ConfigError, match="^a loss with after_step must .*: give Forgetful state_dict and load_"
+        ConfigError, match="^a loss with an after_step of .*: give Forgetful state_dict and load_"
     ):
         check_state(Forgetful())
     for loss in (Counting(), PPOLoss(), SFTLoss(), lambda *_: None):
         check_state(loss)
+
+
+@dataclass(slots=True)
+class Wandering(PPOLoss):
+    """Has a state beside that of its base, which knows nothing of it."""
+
+    steps: int = 0
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        self.steps += 1
+
+
+def test_a_loss_that_changes_in_its_own_way_must_say_so_itself() -> None:
+    with pytest.raises(ConfigError, match="^a loss with an after_step of its own .*: give Wandering state_d"):
+        check_state(Wandering())
 
 
 def test_what_after_step_raises_is_no_word_about_the_step() -> None:

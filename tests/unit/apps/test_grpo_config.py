@@ -172,6 +172,10 @@ def test_data_parallel_size_is_what_the_other_degrees_leave(
             ["--max_policy_age", "auto", "--staleness.limit", "1", "--training.sync_interval", "2"],
             "staleness.limit 1 is below training.sync_interval 2",
         ),
+        (
+            ["--max_policy_age", "auto", "--loss", "sft"],
+            "logprob_gap of each batch, and loss SFTLoss has no whole_batch_metrics that tells them",
+        ),
         (["--buffer.reuse", "3"], "buffer.reuse 3 needs episodes of up to 2 steps ago"),
         (["--training.minibatches", "3"], "training.batch_size 8 can't be split into training.minibatches 3"),
         (

@@ -118,6 +118,8 @@ def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path) -> None:
         refuse_changes(config_of("--training.batch_size", "16", "--loss", "dapo", "--seed", "1"), tmp_path)
     told = str(caught.value)
     assert "training.batch_size 8 (now 16)" in told and "seed 0 (now 1)" in told and "loss" in told
+    with pytest.raises(ConfigError, match=r"services\.ref_model .* \(now None\)"):
+        refuse_changes(config_of("--ref_model", "null", "--grpo.beta", "0"), tmp_path)
     run = cast(Any, SimpleNamespace(resumed=True, folder=tmp_path))
     with pytest.raises(ConfigError, match=r"training\.lora None \(now LoRAOptions"):
         resume_point(config_of("--training.lora.rank", "4"), run)

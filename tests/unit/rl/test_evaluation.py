@@ -188,7 +188,7 @@ class Killed(Exception):
     """Nothing is done after it."""
 
 
-@pytest.mark.parametrize("killed_at", range(5))
+@pytest.mark.parametrize("killed_at", range(7))
 def test_a_kill_leaves_one_best_version_with_its_own_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
 ) -> None:

@@ -3,7 +3,9 @@
 import dataclasses
 import pickle
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -59,6 +61,15 @@ def test_episodes_come_back_by_steps_and_runs_go_back(tmp_path: Path) -> None:
     assert (folder / "step-000012.pt").stat().st_size < 8_000  # not the whole block of each
     record.rewind(folder, 11)
     assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "step-000002.pt"]
+
+
+def test_numbers_of_numpy_are_read_again(tmp_path: Path) -> None:
+    written = dataclasses.replace(episode(1, cast(float, np.float64(0.5))), reward=cast(float, np.float32(1)))
+    written.completion.metadata.update({"score": np.float64(2), "scores": [np.float64(2)], "none": None})
+    record.write(tmp_path, 1, [written], version=0)
+    [found] = record.read_step(tmp_path, 1).episodes
+    assert_same(found, episode(1))
+    assert found.completion.metadata == {"tries": [1, 2], "none": None}
 
 
 class Runs:

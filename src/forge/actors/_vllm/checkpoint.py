@@ -5,6 +5,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from forge.data.assets import weight_files
 from forge.errors import WeightsMismatch
 from forge.weights import TensorFacts
 
@@ -16,7 +17,7 @@ _COMPUTED = "rotary_emb.inv_freq"  # old checkpoints hold it, no engine loads it
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of all weights in a model folder, from the headers of its safetensors files."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 shapes[name] = tuple(file.get_slice(name).get_shape())

@@ -49,6 +49,7 @@ class Engine:
         args = engine_args(config, model=str(folder), seed=seed, num_procs=num_procs, executor=executor)
         vllm_config = engine_config(args, deterministic=deterministic)
         self._engine = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
+        self._do_one_step_at_a_time()
         self._in_flight = in_flight
         # Kernels for a CPU add up in an order that depends on how many rows they are given.
         self.isolates: bool = deterministic and current_platform.is_cpu()
@@ -161,6 +162,13 @@ class Engine:
         if self._is_asleep:
             self._engine.wake_up()
             self._is_asleep = False
+
+    def _do_one_step_at_a_time(self) -> None:
+        """No batch, sampled already, waits in a queue for the step after weights are exchanged: vLLM has one
+        for pipeline stages, of which an executor that waits for its workers has no use."""
+        core = cast(Any, self._engine.engine_core).engine_core
+        core.batch_queue = None
+        core.step_fn = core.step
 
     def _plan_loading(self) -> bool:
         """Has every rank find out what it needs of a version; returns whether the model has a tied head."""

@@ -14,10 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from forge.data.assets import INDEX, SINGLE, weight_files
 from forge.errors import AssetError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
 """Of an exported file: what the writer holds in memory."""
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
@@ -157,15 +156,7 @@ def save_adapter(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folde
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    names = sorted(_named_in(folder))
-    if not names and (folder / SINGLE).is_file():
-        names = [SINGLE]
-    files = [folder / name for name in names] or sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise AssetError(f"{folder} holds no .safetensors files")
-    for path in files:
-        if not path.is_file():
-            raise AssetError(f"{folder} lacks {path.name}, which its {INDEX} names")
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118  safe_open is no mapping
                 yield name, stored.get_tensor(name)

@@ -21,6 +21,9 @@ Loss = Callable[..., tuple[Tensor, Metrics]]
 `proximal_logprobs` [N, T] is given as a keyword beside these when the batch holds it, and only then.
 """
 
+RESERVED = frozenset({"total", "skipped", "num_tokens", "grad_norm", "lr"})
+"""Metrics of a step that are not the loss's."""
+
 
 @runtime_checkable
 class LogprobsLoss(Protocol):
@@ -64,11 +67,11 @@ def token_means_of(loss: Loss) -> frozenset[str]:
 def reads_logprobs(loss: Loss) -> bool:
     """Whether a loss can be spared the logits: not when a subclass says anew what a call of it computes."""
     return isinstance(loss, LogprobsLoss) and (
-        _depth(type(loss), "from_logprobs") <= _depth(type(loss), "__call__")
+        depth(type(loss), "from_logprobs") <= depth(type(loss), "__call__")
     )
 
 
-def _depth(kind: type, method: str) -> int:
+def depth(kind: type, method: str) -> int:
     """How many classes up the method is defined."""
     return next((i for i, owner in enumerate(kind.__mro__) if method in vars(owner)), len(kind.__mro__))
 
@@ -144,6 +147,8 @@ def _wrong_with(answer: object) -> str | None:
     if not isinstance(metrics, Mapping):
         return f"its metrics are a {type(metrics).__name__}"
     for name, value in metrics.items():
+        if name in RESERVED:
+            return f"its metric {name} has the name of one of the trainer's own: give it another"
         if isinstance(value, Tensor) and value.numel() != 1:
             return f"its metric {name} is a tensor of shape {list(value.shape)}"
         if not isinstance(value, Tensor | float | int):

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from torch.distributed.checkpoint.stateful import Stateful
 
 from forge.actors.trainer.agreement import as_forge_error, own_rank
+from forge.actors.trainer.loss_pass import depth
 from forge.errors import ConfigError, ForgeError
 
 logger = logging.getLogger(__name__)
@@ -30,11 +31,15 @@ class ChangingLoss(Protocol):
 
 def check_state(loss: object) -> None:
     """Raises ConfigError for a loss that changes and could not be what it was after a kill."""
-    missing = [name for name in ("state_dict", "load_state_dict") if not hasattr(loss, name)]
-    if isinstance(loss, ChangingLoss) and missing:
+    if not isinstance(loss, ChangingLoss):
+        return
+    kind, both = type(loss), ("state_dict", "load_state_dict")
+    newest = depth(kind, "after_step")  # those that are older know nothing of it
+    missing = [name for name in both if not hasattr(loss, name) or depth(kind, name) > newest]
+    if missing:
         raise ConfigError(
-            "a loss with after_step must have state_dict and load_state_dict, which carry what changes over "
-            f"kills and resumes: give {type(loss).__name__} {' and '.join(missing)}"
+            "a loss with an after_step of its own must have its own state_dict and load_state_dict, which "
+            f"carry what changes over kills and resumes: give {kind.__name__} {' and '.join(missing)}"
         )
 
 

@@ -268,7 +268,14 @@ class TitanTrainer(ForgeActor):
         Returns when they are copied; storing them goes on beside the next step, one version at a time. An
         error of that is raised by the next `push_weights` or `finish_push`, and at once by those who wait for
         the version. The store keeps the newest two, so that a slow reader of the one before still gets it.
+
+        Raises ForgeError for a version below 1.
         """
+        if version < 1:
+            raise ForgeError(
+                f"versions of the weights count from 1, got {version}: generators begin with 0, so that none "
+                "would load it"
+            )
         async with self._turn:
             await self.run_blocking(self.recovery.do, call_id(), "push_weights", version=version)
             if self.recovery.others_pushed and version in await pushed_versions():

@@ -26,7 +26,7 @@ class Truncation:
         if len(self._cut) < WINDOW or share <= self._max_share:
             return None
         self._cut.clear()
-        last = tuple(name for name, is_cut in zip(names, cut, strict=True) if is_cut)
+        last = tuple(name for name, is_cut in zip(names, cut, strict=True) if is_cut) or tuple(names)
         return Finding(
             "truncation",
             last,

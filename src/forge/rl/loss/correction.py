@@ -1,6 +1,6 @@
 """Corrections for tokens that another policy sampled than the one that the update starts from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from forge.rl.loss.ops import MAX_LOG_RATIO, masked
 from forge.rl.loss.settings import require, require_choices
+
+OWN_BOUNDS = {"decoupled": (), "truncate": ("cap",), "mask": ("low", "high")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,13 @@ class OffPolicyCorrection:
         require(self, "cap", self.cap > 0, "be above 0")
         require(self, "low", 0 <= self.low <= 1, "lie in [0, 1]")
         require(self, "high", self.high >= 1, "be at least 1")
+        own = OWN_BOUNDS[self.kind]
+        for bound in fields(self):
+            if bound.name in {"cap", "low", "high"}.difference(own):
+                what = (
+                    f"be left out, or at {bound.default}: {self.kind} has {' and '.join(own) or 'no bounds'}"
+                )
+                require(self, bound.name, getattr(self, bound.name) == bound.default, what)
 
     def weights(
         self, proximal_logprobs: Tensor, generator_logprobs: Tensor, loss_mask: Tensor

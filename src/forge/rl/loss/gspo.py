@@ -37,8 +37,12 @@ class GSPOLoss(PolicyLoss):
     def surrogate(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = compute_ratio(logprobs, old_logprobs, loss_mask, "sequence")
+        ratio = self.ratio(logprobs, old_logprobs, loss_mask)
         if self.level == "token":
             ratio = ratio.detach() * torch.exp(logprobs - logprobs.detach())
         objective, is_clipped = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
-        return -objective, {"clip_frac": is_clipped.expand_as(objective)}
+        return -objective, {"clip_frac": is_clipped}
+
+    def ratio(self, logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+        """That of its sequence for every token: s, eq. 7."""
+        return compute_ratio(logprobs, old_logprobs, loss_mask, "sequence").expand_as(logprobs)

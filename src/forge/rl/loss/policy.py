@@ -60,6 +60,10 @@ class PolicyLoss(TokenLoss):
         names to `token_means`.)
         """
 
+    def ratio(self, logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+        """pi / pi_old [N, T] as the surrogate takes it: of each token, unless a subclass says otherwise."""
+        return compute_ratio(logprobs, old_logprobs, loss_mask)
+
     @property
     def normalize_by(self) -> Literal["sequences", "tokens"]:
         """What the loss averages over: a trainer weighs micro-batches by it."""
@@ -91,7 +95,7 @@ class PolicyLoss(TokenLoss):
         now = logprobs.detach()
         old, weight, facts = self._old_policy(now, generator_logprobs, proximal_logprobs, loss_mask)
         terms, told = self.surrogate(logprobs, old, advantages, loss_mask)
-        ratio, gap = compute_ratio(now, old, loss_mask), (now - generator_logprobs).abs()
+        ratio, gap = self.ratio(now, old, loss_mask), (now - generator_logprobs).abs()
         facts |= told | {"ratio_mean": ratio, "logprob_gap": gap, "entropy": entropy}
         importance = compute_ratio(now, generator_logprobs, loss_mask)
         facts |= dict(zip(_IMPORTANCE, (importance, importance.square()), strict=True))
@@ -127,7 +131,7 @@ class PolicyLoss(TokenLoss):
         terms = weight * terms
         if self.beta > 0 and ref_logprobs is not None:
             terms = terms + self.beta * compute_kl(logprobs, ref_logprobs, loss_mask, self.kl_kind)
-        ratio = compute_ratio(logprobs, old, loss_mask)
+        ratio = self.ratio(logprobs, old, loss_mask)
         return masked(ratio, loss_mask), masked(terms, loss_mask)
 
     def _old_policy(

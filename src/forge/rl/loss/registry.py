@@ -121,10 +121,15 @@ def _takes_any(kind: Any) -> bool:
     return any(it.kind is it.VAR_KEYWORD for it in _parameters(kind))
 
 
+def signature_of(loss: Callable[..., object]) -> inspect.Signature:
+    """What a call of it takes; of a module, whose call takes anything, its forward."""
+    return inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
+
+
 def _check_call(name: str, loss: Any) -> None:
     """ConfigError unless it takes six arguments, as far as that can be read."""
     try:
-        signature = inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
+        signature = signature_of(loss)
     except (TypeError, ValueError):  # of a callable that is not written in Python
         return
     try:

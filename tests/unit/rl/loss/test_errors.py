@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from forge.errors import ConfigError
-from forge.rl.loss import CISPOLoss, DAPOLoss, GRPOLoss, GSPOLoss, PPOLoss, REINFORCELoss, SAPOLoss
+from forge.rl.loss import (
+    CISPOLoss,
+    DAPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    OffPolicyCorrection,
+    PPOLoss,
+    REINFORCELoss,
+    SAPOLoss,
+)
 from forge.rl.loss.ops import aggregate
 from tests.unit.rl.loss.batches import NAN, evaluate, make_batch
 
@@ -48,6 +57,19 @@ CLIPPED = (GRPOLoss, DAPOLoss, CISPOLoss, GSPOLoss, PPOLoss)
 def test_settings_that_make_no_sense(loss: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loss(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "mask", "cap": 3.0}, "^cap must be left out, or at 2.0: mask has low and high, got 3.0$"),
+        ({"kind": "truncate", "high": 3.0}, "^high must be left out, or at 5.0: truncate has cap, got 3.0$"),
+        ({"kind": "decoupled", "low": 0.1}, "^low must be left out, .*: decoupled has no bounds, got 0.1$"),
+    ],
+)
+def test_bounds_of_another_correction(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OffPolicyCorrection(**settings)
 
 
 def test_a_kl_term_without_a_reference() -> None:

@@ -22,11 +22,11 @@ few = settings(max_examples=15, deadline=None, derandomize=True)
 
 KINDS: Any = ["decoupled", "truncate", "mask"]
 LEVELS: Any = ["token", "sequence"]
+BOUNDS: dict[str, dict[str, float]] = {"truncate": {"cap": 1.2}}
 corrections = st.builds(
-    OffPolicyCorrection,
+    lambda kind, level: OffPolicyCorrection(kind, level=level, **BOUNDS.get(kind, {})),
     kind=st.sampled_from(KINDS),
     level=st.sampled_from(LEVELS),
-    cap=st.just(1.2),
 )
 any_settings = st.fixed_dictionaries(
     {

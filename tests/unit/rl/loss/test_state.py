@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from forge.rl.loss import DAPOLoss, OffPolicyCorrection, PPOLoss, REINFORCELoss
+from forge.rl.loss import DAPOLoss, GSPOLoss, OffPolicyCorrection, PPOLoss, REINFORCELoss
 from tests.unit.rl.loss.batches import evaluate, make_batch
 
 BATCH = make_batch([[True, True, False], [True, True, True]], seed=0)
@@ -37,6 +38,20 @@ def test_the_largest_ratio_is_one_of_a_token_that_counts() -> None:
     own = BATCH.logits.log_softmax(-1).gather(-1, BATCH.target_ids[..., None])[..., 0]
     doubled = replace(BATCH, generator_logprobs=own + torch.tensor(2.0).log())
     assert float(evaluate(REINFORCELoss(), doubled)[2]["ratio_max"]) == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_the_ratios_that_are_told_are_those_that_the_loss_takes(level: Any) -> None:
+    loss = GSPOLoss(level=level)
+    own = BATCH.logits.log_softmax(-1).gather(-1, BATCH.target_ids[..., None])[..., 0]
+    gaps = [(o - g)[m] for o, g, m in zip(own, BATCH.generator_logprobs, BATCH.loss_mask, strict=True)]
+    ratios = [math.exp(gap.double().mean()) for gap in gaps]  # arXiv 2507.18071, eq. 7
+    metrics = evaluate(loss, BATCH)[2]
+    assert float(metrics["ratio_mean"]) == pytest.approx((2 * ratios[0] + 3 * ratios[1]) / 5, rel=1e-5)
+    assert float(metrics["ratio_max"]) == pytest.approx(max(ratios), rel=1e-5)
+    told, _ = loss.terms(own, BATCH.advantages, BATCH.generator_logprobs, BATCH.loss_mask)
+    want = [[ratios[0]] * 2 + [0.0], [ratios[1]] * 3]
+    assert told.tolist() == [pytest.approx(row, rel=1e-5) for row in want]
 
 
 def test_the_weights_of_a_correction_have_no_gradient() -> None:

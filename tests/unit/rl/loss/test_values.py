@@ -65,15 +65,18 @@ def test_the_kl_term_the_entropy_bonus_and_the_means(case: Case, mean: str) -> N
     assert_equals_oracle(loss, batch, case.surrogate, mean, horizon=len(MASK[0]), **terms)
 
 
+BOUNDS: dict[str, Any] = {"decoupled": {}, "truncate": {"cap": 1.2}, "mask": {"low": 0.7, "high": 1.4}}
+
+
 @every_policy_loss
-@pytest.mark.parametrize("kind", ["decoupled", "truncate", "mask"])
+@pytest.mark.parametrize("kind", BOUNDS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("first_update", [False, True], ids=["later_update", "first_update"])
 def test_off_policy_corrections(case: Case, kind: str, level: str, first_update: bool) -> None:
     batch = make_batch(MASK, seed=3)
     if first_update:
         batch = replace(batch, proximal_logprobs=None)
-    settings = {"cap": 1.2, "low": 0.7, "high": 1.4, "level": level}
+    settings = {**BOUNDS[kind], "level": level}
     loss = case.build(correction=OffPolicyCorrection(kind=kind, **settings))
     correction = oracle.Correction(kind, **settings)
     assert_equals_oracle(loss, batch, case.surrogate, case.mean, correction=correction)
