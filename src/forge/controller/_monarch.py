@@ -6,9 +6,10 @@ import os
 # Monarch polls for dead processes; by default a death is noticed after up to 10 s, a frozen one after 60 s.
 for _key, _value in {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
-    # how long a process may be silent before it counts as frozen: on a busy machine a sound one may be
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
-    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
+    # how long a process may be silent before it counts as frozen: on a busy machine sound ones are, and to
+    # replace one costs more than to notice a lost host some seconds later
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "15s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "15s",
     # how long a stop waits for an actor that is busy before its process is killed
     "HYPERACTOR_CLEANUP_TIMEOUT": "1s",
     "HYPERACTOR_STOP_ACTOR_TIMEOUT": "1s",
