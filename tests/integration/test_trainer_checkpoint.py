@@ -281,6 +281,13 @@ def test_what_can_not_be_saved_is_told(tiny_qwen3: Path, tmp_path: Path) -> None
         assert (await trainer.train_step(*batches_of(1, 1))).metrics["lr"] > 0
         await trainer.save_checkpoint()
         assert os.listdir(tmp_path / "saved") == ["step-2"]
+        at_once = {"folder": str(tmp_path / "at_once"), "interval": 0, "async_mode": "disabled"}
+        trainer = await start(replace(life, checkpoint=at_once))
+        await train(trainer, 1)
+        with files_up_to(100_000), pytest.raises(ForgeError, match="step-1 could not be written"):
+            await trainer.save_checkpoint()
+        await trainer.save_checkpoint()  # of the same step, once there is room
+        assert os.listdir(tmp_path / "at_once") == ["step-1"]
 
     asyncio.run(main())
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forge.actors.reference_model import ReferenceModel
-from forge.actors.trainer import TitanTrainer
+from forge.actors.trainer import TitanTrainer, gathering
 from forge.actors.trainer.agreement import from_rank_0
 from forge.data_models import Completion, TextTrainBatch, TrainInputs, TrainTargets
 from forge.errors import ForgeError, NotFinite
@@ -121,6 +121,7 @@ async def run(plan: dict[str, Any], exported: Path) -> dict[str, Any]:
         "parallelism": plan["parallelism"],
     }
     loss = MeanOverTokens() if plan["by_tokens"] else WeightedLogprobs()
+    gathering.AHEAD_NBYTES = 100_000  # the model is tiny
     trainer = as_rank(TitanTrainer, loss=loss, optimizer=OPTIMIZER, lr_scheduler=SCHEDULE, **shared)
     await trainer.setup()
     inputs, targets = batches(trainer.learner.model.job.dp_size, plan["rows"])

@@ -43,8 +43,6 @@ def test_only_complete_checkpoints_count_and_kills_are_tidied_up(folder: Checkpo
     write(folder, 11)  # killed before it took its place
     (folder.partial(12)).mkdir()
     (folder.partial(12) / "__0_0.distcp").write_bytes(b"garbage")
-    (folder.of(8)).mkdir()
-    (folder.of(8) / "__1_0.distcp").write_bytes(b"the rest of one that was being deleted")
     for name in ("step-30", "step-40.notes", "bad_batches"):
         (folder.path / name).mkdir()
         (folder.path / name / "model.safetensors.index.json").write_text("of somebody else")
@@ -84,7 +82,7 @@ def test_an_old_one_that_can_not_be_deleted_is_told_and_the_others_are(
     rmtree = shutil.rmtree
 
     def refuse(path: Path) -> None:
-        if path == folder.of(1):
+        if path == folder.partial(1):
             raise PermissionError(13, "Permission denied", str(path / "__0_0.distcp"))
         rmtree(path)
 
@@ -95,7 +93,7 @@ def test_an_old_one_that_can_not_be_deleted_is_told_and_the_others_are(
 
 
 def test_damage_is_named(folder: CheckpointFolder) -> None:
-    add(folder, 1, 2, 3, 4)
+    add(folder, 1, 2, 3, 4, 5)
     [data] = folder.of(2).glob("*.distcp")
     data.write_bytes(data.read_bytes()[:3000])
     [gone] = folder.of(3).glob("*.distcp")
@@ -106,8 +104,31 @@ def test_damage_is_named(folder: CheckpointFolder) -> None:
     assert told is not None and told.startswith(f"{data.name} has 3000 of ")
     assert folder.damage(3) == f"{gone.name} is missing"
     assert folder.damage(4) == ".metadata can't be read (UnpicklingError)"
+    (folder.of(5) / ".metadata").unlink()  # as `mv step-5/*` leaves it behind
+    folder.tidy()
+    assert folder.damage(5) == ".metadata can't be read (FileNotFoundError)"
     folder.set_aside(4)
-    assert folder.steps() == [1, 2, 3] and (folder.path / "step-4.damaged").is_dir()
+    assert folder.steps() == [1, 2, 3, 5] and (folder.path / "step-4.damaged").is_dir()
+
+
+def test_one_that_is_killed_while_it_is_deleted_does_not_count(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        """Nothing is done after it."""
+
+    def kill(path: Path) -> None:
+        next(path.glob("*.distcp")).unlink()
+        raise Killed
+
+    add(folder, 1, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", kill)
+        with pytest.raises(Killed):
+            folder.purge(1, also_kept=[])
+    assert folder.steps() == [2]
+    folder.tidy()
+    assert names(folder) == ["step-2"]
 
 
 def test_those_after_the_step_to_start_from_are_set_aside(folder: CheckpointFolder) -> None:

@@ -158,8 +158,9 @@ class Checkpoints:
         is_saved = (step, standing) == self._saved and not failed_before
         if step == 0 or is_saved or not from_rank_0(lambda: self._begin(step), self._rank):
             return
-        self._standing, self._saved = standing, (step, standing)
+        self._standing = standing  # which is written too
         self._saving = self._thread.submit(self._finish, step, self._write(step), also_kept)
+        self._saved = (step, standing)
         if failed_before or not self._is_async:
             self.wait()
 

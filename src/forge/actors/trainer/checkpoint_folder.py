@@ -28,11 +28,11 @@ class CheckpointFolder:
         self.path = path
 
     def steps(self) -> list[int]:
-        """The complete checkpoints, oldest first."""
+        """The complete checkpoints, damaged ones among them, oldest first."""
         if not self.path.is_dir():
             return []
         found = ((_NAME.fullmatch(path.name), path) for path in self.path.iterdir())
-        return sorted(int(match[1]) for match, path in found if match and (path / _METADATA).is_file())
+        return sorted(int(match[1]) for match, path in found if match and _is_checkpoint(path))
 
     def of(self, step: int) -> Path:
         """Where the checkpoint of this step is, or will be."""
@@ -46,8 +46,8 @@ class CheckpointFolder:
         """Removes what kills have left; finishes what they interrupted."""
         self.path.mkdir(parents=True, exist_ok=True)
         for path in list(self.path.iterdir()):
-            if path.name.endswith(".partial") or _is_rest(path):
-                logger.warning("%s is not complete, as it was killed: it is deleted", path)
+            if path.name.endswith(".partial"):
+                logger.warning("%s is not complete: it is deleted", path)
                 shutil.rmtree(path)
             elif match := _OLD.fullmatch(path.name):
                 if (self.path / match[1]).exists():
@@ -72,10 +72,10 @@ class CheckpointFolder:
         """Deletes all complete ones but the newest few; one that can't be deleted is told in the log."""
         for step in self.steps()[:-num_kept]:
             if step not in also_kept:
-                path = self.of(step)
+                path, partial = self.of(step), self.partial(step)
                 try:
-                    (path / _METADATA).unlink()  # first: half of one must not look complete
-                    shutil.rmtree(path)
+                    os.replace(path, partial)  # half of one must not look complete
+                    shutil.rmtree(partial)
                 except OSError as error:
                     logger.warning("%s is no longer needed, but can't be deleted: %s", path, error)
 
@@ -117,6 +117,6 @@ class CheckpointFolder:
         return None
 
 
-def _is_rest(path: Path) -> bool:
-    """Whether it is a checkpoint that was half deleted."""
-    return bool(_NAME.fullmatch(path.name)) and all(file.suffix == ".distcp" for file in path.iterdir())
+def _is_checkpoint(path: Path) -> bool:
+    """Whether DCP wrote something there: others may have folders of such names."""
+    return (path / _METADATA).is_file() or any(path.glob("*.distcp"))

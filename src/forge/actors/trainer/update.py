@@ -1,7 +1,8 @@
 """From gathered gradients to new weights: clipping, optimizer, learning rate."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,15 @@ class Update:
         self.optimizers = titan.OptimizersContainer.Config(
             param_groups=[group], implementation="fused"
         ).build(model_parts=list(parts))
+        last = max(training.steps, scheduler.warmup_steps)
         self.schedulers = titan.LRSchedulersContainer.Config(
             warmup_steps=scheduler.warmup_steps,
             decay_ratio=0.0 if scheduler.decay == "constant" else None,  # None: all steps behind the warm-up
             decay_type="linear" if scheduler.decay == "constant" else scheduler.decay,
             min_lr_factor=scheduler.min_lr_factor,
-        ).build(optimizers=self.optimizers, training_steps=max(training.steps, scheduler.warmup_steps))
+        ).build(optimizers=self.optimizers, training_steps=last)
+        for each in self.schedulers.schedulers:  # after the last step torchtitan's go below 0, or up again
+            each.lr_lambdas = [partial(_until, last, factor) for factor in each.lr_lambdas]
 
     def clip(self) -> float:
         """Scales the gradients down to the largest norm allowed; returns the norm they had, of all parts and
@@ -97,3 +101,8 @@ class Update:
             groups = scheduler.optimizer.param_groups
             for group, lr in zip(groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
+
+
+def _until(last: int, factor: Callable[[int], float], step: int) -> float:
+    """A factor of the learning rate that stays what it is at the last step."""
+    return factor(min(step, last))
