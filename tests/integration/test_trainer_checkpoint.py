@@ -33,7 +33,7 @@ KILLS = {  # audit event, part of a path, how often in that life: where rank 0 d
     "as it begins to write": ("open", ".distcp", 1),
     "written, but not complete": ("os.rename", ".metadata.tmp", 1),
     "complete, but not in its place": ("os.rename", ".partial", 2),
-    "about to delete an old one": ("os.remove", "/.metadata", 1),
+    "about to delete an old one": ("shutil.rmtree", ".partial", 2),  # the first is what the kill before left
 }
 processes_of = multiprocessing.get_context("forkserver")
 processes_of.set_forkserver_preload(["tests.integration.checkpoint_worker"])

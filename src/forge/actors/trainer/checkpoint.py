@@ -228,8 +228,7 @@ class Checkpoints:
             writing = self._manager.dcp_save(self._states(), str(self.folder.partial(step)), mode)
         except CheckpointException as error:  # no Exception
             raise ForgeError(self._give_up(step, error)) from error
-        assert writing is None or isinstance(writing, Future)
-        return writing
+        return writing if isinstance(writing, Future) else None  # else what was written
 
     def _finish(self, step: int, writing: "Future[Any] | None", also_kept: Collection[int]) -> str | None:
         """Once it is written it takes its place; why not, if that fails."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from forge.actors import _titan as titan
 from forge.actors.trainer.options import OptimizerOptions, SchedulerOptions, TrainingOptions
@@ -48,6 +49,7 @@ class Update:
             min_lr_factor=scheduler.min_lr_factor,
         ).build(optimizers=self.optimizers, training_steps=last)
         for each in self.schedulers.schedulers:  # after the last step torchtitan's go below 0, or up again
+            assert isinstance(each, LambdaLR)
             each.lr_lambdas = [partial(_until, last, factor) for factor in each.lr_lambdas]
 
     def clip(self) -> float:
