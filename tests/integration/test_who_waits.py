@@ -86,7 +86,7 @@ def test_a_live_run_is_asked_by_a_command_and_by_a_signal(tmp_path: Path) -> Non
         assert process.poll() is None
     finally:
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=90)
     check_graph(errors)
     nobody = subprocess.run(
         [sys.executable, "-m", "forge.cli", "why", str(process.pid)],
