@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,7 @@ def start(tmp_path: Path, call: str, timeout: float | None) -> subprocess.Popen[
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background
     )
 
 
@@ -86,7 +88,7 @@ def test_a_live_run_is_asked_by_a_command_and_by_a_signal(tmp_path: Path) -> Non
         assert process.poll() is None
     finally:
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=90)
+        _, errors = process.communicate(timeout=30)
     check_graph(errors)
     nobody = subprocess.run(
         [sys.executable, "-m", "forge.cli", "why", str(process.pid)],
