@@ -131,7 +131,15 @@ def test_the_order_is_that_of_seed_and_step() -> None:
         assert sorted(order[:4]) == sorted(order[4:]) == [0, 1, 2, 3]
 
 
+class OfSixArguments(torch.nn.Module):
+    """A loss whose call, a module's, seems to take anything."""
+
+    def forward(self, logits: Tensor, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+        return logits.sum(), {}
+
+
 def test_losses_that_read_no_proximal_policy_are_not_given_one() -> None:
     assert not reads_proximal(WeightedLogprobs()) and not reads_proximal(PPOLoss())
     assert reads_proximal(PPOLoss(correction=OffPolicyCorrection("decoupled"))) and reads_proximal(SFTLoss())
     assert reads_proximal(lambda *args, proximal_logprobs=None: args[0])
+    assert not reads_proximal(OfSixArguments())

@@ -269,6 +269,8 @@ def test_what_can_not_be_saved_is_told(tiny_qwen3: Path, tmp_path: Path) -> None
             await trainer.save_checkpoint()
         trainer = await start(life)
         await trainer.save_checkpoint()  # there is nothing yet
+        with pytest.raises(ForgeError, match="versions of the weights count from 1, got 0"):
+            await trainer.push_weights(0)
         await trainer.forward_backward(*batches_of(0, 1))
         with pytest.raises(ForgeError, match="between forward_backward and optim_step"):
             await trainer.save_checkpoint()

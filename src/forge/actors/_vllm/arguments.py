@@ -66,9 +66,8 @@ def engine_args(
         "worker_extension_cls": _WORKER_EXTENSION,
     }
     # Without the overlap of steps, every token is sampled by the weights that its step began with.
-    defaults: dict[str, Any] = {"use_tqdm_on_load": False, "async_scheduling": False}
-    # The config.json that the trainer reads, also where Mistral's params.json is beside it.
-    defaults |= {"config_format": "hf"}
+    # The format: the config.json that the trainer reads, also where Mistral's params.json is beside it.
+    defaults: dict[str, Any] = {"use_tqdm_on_load": False, "async_scheduling": False, "config_format": "hf"}
     if current_platform.is_cpu():
         if config.get("enable_chunked_prefill"):
             raise ConfigError(
