@@ -379,6 +379,7 @@ def test_a_call_from_elsewhere_waits_for_the_only_replica_to_come_back() -> None
 
 def test_a_replica_that_is_being_replaced_can_be_scaled_away(tmp_path: Path) -> None:
     async def scenario() -> None:
+        before = children()
         service = await Fragile.options(num_replicas=2).as_service(str(tmp_path))
         (tmp_path / "slow_starts").touch()
         os.kill((await service.replicas())[1].pids[0], signal.SIGKILL)
@@ -387,7 +388,23 @@ def test_a_replica_that_is_being_replaced_can_be_scaled_away(tmp_path: Path) -> 
         assert await _states(service) == ["healthy"]
         await asyncio.sleep(3)
         assert await _states(service) == ["healthy"] and len(await service.pid.fanout()) == 1
-        assert len(children()) <= 2  # the replica's process, and none that nobody knows
+        assert len(children() - before) == 1  # the replica's process, and none that nobody knows
+
+    in_runtime(scenario)
+
+
+def test_a_process_that_has_not_answered_yet_is_not_left_behind() -> None:
+    async def scenario() -> None:
+        before = children()
+        service = await Fragile.as_service()
+        [first] = (await service.replicas())[0].pids
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: bool(children() - before - {first}))
+        await asyncio.sleep(0.3)  # Monarch knows of it
+        [new] = children() - before - {first}
+        os.kill(new, signal.SIGSTOP)
+        await service.shutdown()
+        assert children() == before
 
     in_runtime(scenario)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from forge.controller._monarch import HostMesh, ProcMesh
 from forge.controller.bootstrap import bootstrap
 from forge.controller.launcher import Launcher, attach
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOOK_S = 0.25
+_NAME_VARIABLE = "HYPERACTOR_PROCESS_NAME"  # "NAME-RANK @ HOST"
 _ARRIVAL_S = 60.0  # Monarch waits forever for processes on a host that is gone
 
 
@@ -30,6 +33,7 @@ _ARRIVAL_S = 60.0  # Monarch waits forever for processes on a host that is gone
 class Placement:
     """The processes of one mesh."""
 
+    name: str  # unique
     procs: ProcMesh
     place: Place
 
@@ -113,7 +117,9 @@ class Provisioner:
         return spare
 
     def spawn(self, name: str, place: Place, *, compute_bound: bool, env: dict[str, str]) -> Placement:
-        """Starts the processes of a place, one GPU each where it has any."""
+        """Starts the processes of a place, one GPU each where it has any. No other placement has their name,
+        nor one of a program that this one has started."""
+        name = f"{name}_of_{os.getpid()}"
         first, num_procs = place.hosts[0], place.procs * len(place.hosts)
         own = {
             "WORLD_SIZE": str(num_procs),
@@ -128,7 +134,7 @@ class Provisioner:
         }
         start = functools.partial(bootstrap, own, place.gpus, place.procs)
         procs = _mesh_over(name, place.hosts).spawn_procs({"procs": place.procs}, bootstrap=start, name=name)
-        return Placement(procs, place)
+        return Placement(name, procs, place)
 
     async def arrival(self, placement: Placement, work: Coroutine[Any, Any, T]) -> T:
         """The outcome of `work`, the first call to new processes; ReplicaLost when their host is gone."""
@@ -148,16 +154,20 @@ class Provisioner:
             task.cancel()
 
     async def release(self, placement: Placement, pids: list[int], *, kill: bool = False) -> None:
-        """Stops the processes; kills those that don't stop by themselves, or all at once with `kill`."""
-        ours = pids if all(host.is_this_machine for host in placement.place.hosts) else []
+        """Stops the processes; kills those that don't stop by themselves, or all at once with `kill`.
+
+        Monarch forgets one that has not answered in time, as on a busy machine, though it still starts: those
+        are found by their name.
+        """
+        ours = set(pids if all(host.is_this_machine for host in placement.place.hosts) else [])
         if kill:
-            end_processes(ours)
+            end_processes(ours | started_for(placement.name))
         try:
             await asyncio.wait_for(_stop(placement.procs), timeout=5)
         except Exception as error:  # too slow, or it never started: killed below in any case
-            logger.debug("%s did not stop: %s: %s", placement.procs, type(error).__name__, error)
+            logger.debug("%s did not stop: %s: %s", placement.name, type(error).__name__, error)
         finally:
-            end_processes(ours)
+            end_processes(ours | started_for(placement.name))
 
     async def _find(self, demand: Demand) -> Place:
         """A place on the hosts that are left, or on those that are about to take the place of lost ones; on
@@ -229,6 +239,18 @@ def end_processes(pids: Iterable[int]) -> None:
         if is_running(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def started_for(placement: str) -> set[int]:
+    """Pids of the processes that Monarch has started for a placement below this one, whether they have
+    answered or not. It tells each its name by its environment."""
+    pids = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            name, _, rank = child.environ().get(_NAME_VARIABLE, "").partition(" @ ")[0].rpartition("-")
+            if name == placement and rank.isdecimal():
+                pids.add(child.pid)
+    return pids
 
 
 def is_running(pid: int) -> bool:
