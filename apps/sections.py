@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 from forge.actors.trainer.lora_options import LoRAOptions
 from forge.actors.trainer.parallelism import ParallelismOptions
 from forge.errors import ConfigError
-from forge.hardware import cpu_has_bfloat16
+from forge.hardware import fast_dtype
 
 ENGINE_KEYS = {  # arguments of vLLM's engine that are set by a key of ours
     "model": "model",
@@ -199,7 +199,7 @@ def with_dtype(training: Training, trainer: ServiceConfig) -> Training:
     """The section with the dtype that "auto" comes to; a run that goes on elsewhere keeps it."""
     if training.dtype != "auto":
         return training
-    return replace(training, dtype="bfloat16" if trainer.with_gpus or cpu_has_bfloat16() else "float32")
+    return replace(training, dtype=fast_dtype(on_gpu=trainer.with_gpus))
 
 
 def where(service: ServiceConfig, name: str) -> dict[str, Any]:

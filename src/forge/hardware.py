@@ -4,6 +4,7 @@ import logging
 import re
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,11 @@ def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies matrices in bfloat16: without instructions for it PyTorch takes 3 to 100
     times as long as in float32."""
     return not cpu_flags().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def fast_dtype(*, on_gpu: bool) -> Literal["bfloat16", "float32"]:
+    """What models are computed in unless their user says otherwise."""
+    return "bfloat16" if on_gpu or cpu_has_bfloat16() else "float32"
 
 
 def warn_of_slow_bfloat16(who: str) -> None:

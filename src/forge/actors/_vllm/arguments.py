@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingType
 
 from forge.errors import ConfigError
-from forge.hardware import warn_of_slow_bfloat16
+from forge.hardware import cpu_has_bfloat16, warn_of_slow_bfloat16
 
 # Keys that the Generator sets itself, and why nobody else may.
 _OWN_ENGINE_KEYS = {
@@ -75,6 +75,8 @@ def engine_args(
                 "of a prompt whose call has a seed; leave it out"
             )
         defaults |= _CPU_DEFAULTS
+        if not cpu_has_bfloat16():
+            defaults["dtype"] = "float32"
     return EngineArgs(**{**defaults, **config, **own})
 
 

@@ -70,7 +70,8 @@ class TrainingOptions:
     """How a step is computed."""
 
     seq_len: int = 2048  # positions of a prompt with one of its completions, in tokens
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
+    # of the computation; auto: bfloat16, or float32 on CPUs without instructions for it
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     gradient_accumulation_steps: int = 1  # micro-batches a step is cut into, where it has that many rows
     max_tokens_per_pass: int | None = None  # tokens of a micro-batch; more micro-batches keep to it
     # what the backward pass computes again instead of keeping it: nothing, cheap operations, or whole layers

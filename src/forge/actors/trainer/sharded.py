@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from forge.actors.trainer.readout import Readout
 from forge.actors.trainer.source import ModelSource
 from forge.data_models import TrainInputs
 from forge.errors import ForgeError
-from forge.hardware import warn_of_slow_bfloat16
+from forge.hardware import fast_dtype, warn_of_slow_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,14 @@ class ShardedModel:
         self.source = source
         self.seq_len = training.seq_len
         self.vocab_size: int = source.config.vocab_size
-        self.dtype = titan.TORCH_DTYPE_MAP[training.dtype]
         self.lora = training.lora if trainable else None
         spec = model_spec(source.config, training.seq_len, self.lora)
         self.job = Job(parallelism, world_size=world_size, seed=seed, cpu_offload=training.cpu_offload)
-        if own_rank() == 0 and self.job.device.type == "cpu" and self.dtype == torch.bfloat16:
+        on_gpu = self.job.device.type != "cpu"
+        if training.dtype == "auto":
+            training = replace(training, dtype=fast_dtype(on_gpu=on_gpu))
+        self.dtype = titan.TORCH_DTYPE_MAP[training.dtype]
+        if own_rank() == 0 and not on_gpu and self.dtype == torch.bfloat16:
             warn_of_slow_bfloat16("the trainer" if trainable else "the reference model")
         self._autocast = world_size == 1 and self.dtype != torch.float32
         whole = build_whole(spec, self.job)
