@@ -6,9 +6,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_single, wait_tensor
-from torch.distributed.distributed_c10d import GroupName
-from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 from torch.nn.attention.flex_attention import flex_attention
 
 from forge.actors._titan import FlexAttention
@@ -149,12 +146,3 @@ def _tokens_first(x: Tensor, num: int, length: int) -> Tensor:
 def _add(total: Tensor, parts: Tensor, batch: BranchBatch) -> None:
     """Adds gradients [n * KV, Lk, H] of a batch's keys to those of all, [S, KV, H]; the padding's are 0."""
     total.index_add_(0, batch.key_places, _tokens_first(parts, *batch.keys.shape).float())
-
-
-# The gather that torchtitan's context parallelism calls. torch's own begins both before it waits for one, and
-# gloo (torch 2.13), which then serves a process group from two threads, now and then frees memory twice.
-@flex_cp_allgather.register_kernel("cpu")
-def _gather_one_by_one(k: Tensor, v: Tensor, seq_dim: int, pg_name: GroupName) -> tuple[Tensor, Tensor]:
-    """k, v, this process's tokens -> those of all processes."""
-    gathered = [wait_tensor(all_gather_single(x.contiguous(), seq_dim, pg_name)) for x in (k, v)]
-    return gathered[0], gathered[1]

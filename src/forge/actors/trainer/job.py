@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from forge.actors import _titan as titan
+from forge.actors.trainer.gloo import use_one_thread
 from forge.actors.trainer.parallelism import ParallelismOptions
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ class Job:
         self._owns_process_group = world_size > 1 and not dist.is_initialized()
         if world_size > 1:  # offloaded gradients are clipped on the CPU
             on_gpu = self.device.type == "cuda"
+            use_one_thread()
             titan.init_distributed(
                 titan.CommConfig(trace_buf_size=0), enable_cpu_backend=cpu_offload and on_gpu
             )
