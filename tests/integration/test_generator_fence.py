@@ -75,11 +75,11 @@ async def update_and_kill(traffic: Traffic, version: int, weights: Weights, mome
     traffic.floor = version
     if moment == "after":
         os.kill(victim, signal.SIGKILL)
-    await traffic.more(100)
+    await traffic.more(40)
     traffic.pause_s = 0.1  # what starts needs the cores, too
     await healed(policy, victim)
     traffic.pause_s = 0.0
-    await traffic.more(100)
+    await traffic.more(40)
     if version > 1:
         await retire(version - 1)
 

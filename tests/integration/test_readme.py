@@ -13,7 +13,7 @@ def run_example(page: str, folder: Path) -> subprocess.CompletedProcess[str]:
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     script = folder / "example.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 

@@ -16,6 +16,7 @@ from tests.integration.test_app import only_folder  # noqa: E402
 STEPS = 6
 OVERRIDES = (
     *(f"steps={STEPS}", "rollout_threads=3", "training.batch_size=3", "grpo.n_samples=4"),
+    *("ref_model=null", "loss.beta=0"),
     "checkpoint.interval=2",  # the stop comes between two, and saves a step that is half generated
     # the entropy bonus gives a gradient where a random model earns no reward at all
     *(
@@ -38,7 +39,7 @@ def test_a_run_that_is_killed_and_interrupted_goes_on_to_the_bit_and_is_done_onc
     assert code == -signal.SIGKILL
     again = resumed(killed, *overrides)
     assert again[-1] == "--resume"
-    stop_after("step ", again, tmp_path / "log", signal.SIGINT, num_processes=7)
+    stop_after("step ", again, tmp_path / "log", signal.SIGINT, num_processes=6)
     assert (only_folder(killed) / "report.png").exists()
     run(again)
     assert [row["step"] for row in outcome(whole)["rows"]] == list(range(STEPS + 1))

@@ -27,7 +27,7 @@ from tests.integration.plain_training import PlainRun, plain_logprobs, train_pla
 from tests.integration.trainer_worker import MASKED, PROBE, advantages_of, all_groups
 from tests.tiny import make_tiny_model
 
-TIMEOUT_S = 280
+TIMEOUT_S = 500
 SHARD = "data_parallel_shard_degree"
 REPLICATE = "data_parallel_replicate_degree"
 TENSOR = "tensor_parallel_degree"
