@@ -32,6 +32,7 @@ def build_parts(
     A part takes `positions`, `row_ids` and `segment_ids` beside its tokens or hidden states [1, S, D], and
     gives hidden states; the head is called on those that are asked about only.
     """
+    assert training.dtype != "auto"
     parallelize = spec.parallelize_fn
     if job.world_size == 1:  # nothing to shard: FSDP would only copy
         parallelize = partial(parallelize, skip_dp=True)
