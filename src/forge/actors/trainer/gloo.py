@@ -2,8 +2,9 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 
@@ -14,7 +15,7 @@ class OneThreadGloo(ProcessGroupGloo):
     collectives of a group are under way at once, as DTensor and context parallelism have them.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> None:
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._threads = 1
         options._timeout = timeout
