@@ -156,18 +156,24 @@ class Provisioner:
     async def release(self, placement: Placement, pids: list[int], *, kill: bool = False) -> None:
         """Stops the processes; kills those that don't stop by themselves, or all at once with `kill`.
 
-        Monarch forgets one that has not answered in time, as on a busy machine, though it still starts: those
-        are found by their name.
+        pids: empty when they have not answered. Monarch forgets one that takes too long to, as on a busy
+        machine, though it still starts: those are found by their name.
         """
-        ours = set(pids if all(host.is_this_machine for host in placement.place.hosts) else [])
+
+        def end() -> None:
+            if not pids:
+                end_processes(started_for(placement.name))
+            elif all(host.is_this_machine for host in placement.place.hosts):
+                end_processes(pids)
+
         if kill:
-            end_processes(ours | started_for(placement.name))
+            end()
         try:
             await asyncio.wait_for(_stop(placement.procs), timeout=5)
         except Exception as error:  # too slow, or it never started: killed below in any case
             logger.debug("%s did not stop: %s: %s", placement.name, type(error).__name__, error)
         finally:
-            end_processes(ours | started_for(placement.name))
+            end()
 
     async def _find(self, demand: Demand) -> Place:
         """A place on the hosts that are left, or on those that are about to take the place of lost ones; on

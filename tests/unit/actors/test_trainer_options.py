@@ -17,7 +17,7 @@ def test_defaults_hold_where_nothing_is_said() -> None:
     assert (options.optimizer.lr, options.optimizer.betas, options.training.dtype) == (
         1e-5,
         [0.9, 0.95],
-        "bfloat16",
+        "auto",
     )
 
 
@@ -27,7 +27,7 @@ def test_defaults_hold_where_nothing_is_said() -> None:
         ("optimizer", {"learning_rate": 1e-5}, "unknown key optimizer.learning_rate"),
         ("optimizer", {"lr": -1.0}, "lr must not be negative"),
         ("optimizer", {"name": "Adagrad"}, "optimizer.name must be one of AdamW, Adam"),
-        ("training", {"dtype": "float16"}, "training.dtype must be one of bfloat16, float32"),
+        ("training", {"dtype": "float16"}, "training.dtype must be one of auto, bfloat16, float32"),
         ("training", {"gradient_accumulation_step": 2}, "did you mean training.gradient_accumulation_steps"),
         ("training", {"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
         ("training", {"max_tokens_per_pass": 0}, "max_tokens_per_pass must be at least 1"),
