@@ -404,7 +404,7 @@ def test_a_process_that_has_not_answered_yet_is_not_left_behind() -> None:
         [new] = children() - before - {first}
         os.kill(new, signal.SIGSTOP)
         await service.shutdown()
-        assert children() == before
+        await until(lambda: children() == before, 5)
 
     in_runtime(scenario)
 

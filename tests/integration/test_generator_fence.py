@@ -76,7 +76,7 @@ async def update_and_kill(traffic: Traffic, version: int, weights: Weights, mome
     if moment == "after":
         os.kill(victim, signal.SIGKILL)
     await traffic.more(40)
-    traffic.pause_s = 0.1  # what starts needs the cores, too
+    traffic.pause_s = 0.5  # what starts needs the cores, too
     await healed(policy, victim)
     traffic.pause_s = 0.0
     await traffic.more(40)
