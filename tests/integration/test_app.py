@@ -82,18 +82,20 @@ def test_a_reward_function_that_raises_ends_the_run_by_name(tiny_llama: Path, tm
     ("overrides", "words"),
     [
         (["model=BARE"], "tokenizer"),
+        (["dataset.path=EMPTY", "dataset.options=null", "ref_model=null", "loss.beta=0"], "empty"),
         (["trainer.with_gpus=true", "trainer.procs=64", "training.batch_size=64"], "trainer wants 64 GPUs"),
     ],
-    ids=["model", "GPUs"],
+    ids=["model", "dataset", "GPUs"],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(
     tiny_llama: Path, tmp_path: Path, overrides: list[str], words: str
 ) -> None:
-    bare = tmp_path / "bare"
+    bare, empty = tmp_path / "bare", tmp_path / "empty.jsonl"
+    empty.touch()
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((tiny_llama / name).read_bytes())
-    overrides = [one.replace("BARE", str(bare)) for one in overrides]
+    overrides = [one.replace("BARE", str(bare)).replace("EMPTY", str(empty)) for one in overrides]
     done = run(*command(tiny_llama, tmp_path / "out", *overrides))
     assert done.returncode == 2, done.stderr[-3000:]
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
